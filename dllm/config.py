@@ -1,0 +1,200 @@
+"""What a block-diffusion model needs beyond its architecture: block size, mask id, stop ids.
+
+Published checkpoints rarely name them (LLaDA2.0-mini's config.json has none of the three), so they are
+looked for in a fixed order, and where each was found is kept:
+
+    flag > config.json > generation_config.json > tokenizer > table of known architectures
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. The message names the key, its value and the remedy."""
+
+
+@dataclass(frozen=True)
+class KnownArchitecture:
+    """Defaults of a published model family, used when its files name nothing."""
+
+    block_size: int
+    mask_id: int
+    eos_ids: tuple[int, ...]
+    source: str
+
+
+KNOWN_ARCHITECTURES: Mapping[str, KnownArchitecture] = {
+    "LLaDA2MoeModelLM": KnownArchitecture(32, 156895, (156892,), "inclusionAI/LLaDA2.0-mini"),
+    "SDARForCausalLM": KnownArchitecture(4, 151669, (151643,), "JetLM/SDAR-8B-Chat"),
+    "SDARMoeForCausalLM": KnownArchitecture(4, 151669, (151643,), "JetLM/SDAR-30B-A3B-Chat"),
+}
+
+# Names under which published configs spell each setting.
+_BLOCK_SIZE_KEYS = ("block_size", "block_length")
+_MASK_KEYS = ("mask_token_id", "mask_id")
+_EOS_KEYS = ("eos_token_id",)
+
+
+@dataclass(frozen=True)
+class BlockDiffusionConfig:
+    """The three numbers every stage must agree on.
+
+    Attributes:
+        block_size: tokens per block on the absolute grid (block of position i is ``i // block_size``).
+        mask_id: id of the mask token; it is an input of the model and never an output of a decoder.
+        eos_ids: ids that end a response.
+        architecture: first entry of ``architectures`` in config.json.
+        sources: where each of the three was found, e.g. ``{"mask_id": "tokenizer mask_token"}``.
+    """
+
+    block_size: int
+    mask_id: int
+    eos_ids: tuple[int, ...]
+    architecture: str
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def describe(self) -> str:
+        """One line for the log: every value with its source."""
+        return ", ".join(
+            f"{name}={getattr(self, name)} ({self.sources.get(name, 'given')})"
+            for name in ("block_size", "mask_id", "eos_ids")
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``, or an empty one if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); restore the file from the checkpoint") from error
+
+
+def load_hf_config(model_dir: str | Path) -> dict[str, Any]:
+    """config.json of a Hugging Face model directory.
+
+    Raises:
+        ConfigError: the directory or its config.json is missing.
+    """
+    path = Path(model_dir)
+    if not path.is_dir():
+        raise ConfigError(f"model path {str(model_dir)!r} is not a directory; pass a local Hugging Face checkpoint")
+    config = read_json(path / "config.json")
+    if not config:
+        raise ConfigError(f"model path {str(model_dir)!r} has no config.json; pass a Hugging Face checkpoint directory")
+    return config
+
+
+def tokenizer_token_id(model_dir: str | Path, token: str) -> int | None:
+    """Id of ``token`` in the tokenizer files of a checkpoint, read without loading a tokenizer."""
+    root = Path(model_dir)
+    for token_id, entry in read_json(root / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
+        if entry.get("content") == token:
+            return int(token_id)
+    tokenizer = read_json(root / "tokenizer.json")
+    for entry in tokenizer.get("added_tokens", []):
+        if entry.get("content") == token:
+            return int(entry["id"])
+    vocab = tokenizer.get("model", {}).get("vocab", {})
+    return int(vocab[token]) if isinstance(vocab, dict) and token in vocab else None
+
+
+def _from_keys(config: Mapping[str, Any], keys: tuple[str, ...], file: str) -> Iterator[tuple[Any, str]]:
+    for key in keys:
+        if config.get(key) is not None:
+            yield config[key], f"{file} {key}"
+
+
+def _from_tokenizer(model_dir: str | Path, key: str) -> Iterator[tuple[int, str]]:
+    token = read_json(Path(model_dir) / "tokenizer_config.json").get(key)
+    if token is None:
+        token = read_json(Path(model_dir) / "special_tokens_map.json").get(key)
+    content = token.get("content") if isinstance(token, Mapping) else token
+    if content and (token_id := tokenizer_token_id(model_dir, content)) is not None:
+        yield token_id, f"tokenizer {key}"
+
+
+def resolve(
+    model_dir: str | Path,
+    *,
+    block_size: int | None = None,
+    mask_id: int | None = None,
+    eos_ids: tuple[int, ...] | None = None,
+) -> BlockDiffusionConfig:
+    """Find block size, mask id and stop ids of the checkpoint in ``model_dir``.
+
+    Arguments given explicitly win over everything the checkpoint says. A value from the table of known
+    architectures is used only if it fits the vocabulary.
+
+    Raises:
+        ConfigError: the model directory is missing, or one of the three cannot be found or cannot be right.
+    """
+    config = load_hf_config(model_dir)
+    generation = read_json(Path(model_dir) / "generation_config.json")
+    architecture = (config.get("architectures") or ["unknown"])[0]
+    known = KNOWN_ARCHITECTURES.get(architecture)
+    vocab_size = config.get("vocab_size")
+
+    def candidates(name: str, flag: Any, keys: tuple[str, ...], token_key: str | None) -> Iterator[tuple[Any, str]]:
+        if flag is not None:
+            yield flag, "flag"
+        yield from _from_keys(config, keys, "config.json")
+        yield from _from_keys(generation, keys, "generation_config.json")
+        if token_key is not None:
+            yield from _from_tokenizer(model_dir, token_key)
+        if known is not None:
+            value = getattr(known, name)
+            ids = value if isinstance(value, tuple) else (value,)
+            if name == "block_size" or vocab_size is None or max(ids) < vocab_size:
+                yield value, f"known architecture {architecture}"
+
+    found: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, flag, keys, token_key in (
+        ("block_size", block_size, _BLOCK_SIZE_KEYS, None),
+        ("mask_id", mask_id, _MASK_KEYS, "mask_token"),
+        ("eos_ids", eos_ids, _EOS_KEYS, "eos_token"),
+    ):
+        match = next(candidates(name, flag, keys, token_key), None)
+        if match is None:
+            flag_name = name.replace("_", "-")
+            raise ConfigError(
+                f"{name} of architecture {architecture!r} is not named by {model_dir} (config.json, "
+                f"generation_config.json, tokenizer) and the architecture is not one of "
+                f"{sorted(KNOWN_ARCHITECTURES)}; add {keys[0]!r} to config.json or pass --{flag_name}"
+            )
+        found[name], sources[name] = match
+
+    eos = found["eos_ids"]
+    found["eos_ids"] = tuple(int(i) for i in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    result = BlockDiffusionConfig(architecture=architecture, sources=sources, **found)
+    _check(result, vocab_size)
+    return result
+
+
+def _check(config: BlockDiffusionConfig, vocab_size: int | None) -> None:
+    where = config.sources
+    if not isinstance(config.block_size, int) or config.block_size < 1:
+        raise ConfigError(
+            f"block_size={config.block_size!r} (from {where['block_size']}) is not a positive integer; "
+            "use the block size the checkpoint was trained with"
+        )
+    if not isinstance(config.mask_id, int) or config.mask_id < 0:
+        raise ConfigError(f"mask_id={config.mask_id!r} (from {where['mask_id']}) is not a token id")
+    if vocab_size is not None and config.mask_id >= vocab_size:
+        raise ConfigError(
+            f"mask_id={config.mask_id} (from {where['mask_id']}) is outside the vocabulary of {vocab_size}; "
+            "add the right 'mask_token_id' to config.json or pass --mask-id"
+        )
+    if config.mask_id in config.eos_ids:
+        raise ConfigError(
+            f"mask_id={config.mask_id} (from {where['mask_id']}) is also a stop id (from {where['eos_ids']}); "
+            "a mask token that ends responses cannot be decoded: correct one of them in the checkpoint"
+        )

@@ -1,0 +1,1 @@
+"""Likelihoods of decoded sequences under a model: one file per estimator."""

@@ -1,0 +1,1 @@
+"""Models with Hugging Face names and a packed forward pass."""

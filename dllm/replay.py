@@ -1,0 +1,195 @@
+"""Rebuild the states a response was decoded in, and pack them into one forward pass.
+
+Layout of a sample with prompt length P, N = P + R tokens and block size B: a clean copy of the first N - B
+tokens, then one *slice* of B tokens for every (block, step) that revealed something. A slice sees itself and
+the clean tokens of earlier blocks, as the engine's block did; clean tokens see clean tokens up to the end of
+their own block. Cost: N - B + B * (number of slices) tokens. The mask generalises the one of BD3-LM (Arriola
+et al., "Block Diffusion", ICLR 2025, section 3) from one noisy copy per block to several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm.trace import RolloutTrace
+
+CLEAN = -1
+PADDING = -1
+
+
+@dataclass
+class Slice:
+    """One intermediate state of one block.
+
+    Attributes:
+        ids: int64 [B], the block as the model saw it.
+        start: index of the block's first position in the whole sequence.
+        columns: int64 [k], positions within the block whose token is a target.
+        tokens: int64 [k], the tokens drawn there.
+        token_index: int64 [k], index of each target among the sample's replay tokens.
+        step: denoise step within the block.
+    """
+
+    ids: np.ndarray
+    start: int
+    columns: np.ndarray
+    tokens: np.ndarray
+    token_index: np.ndarray
+    step: int
+
+
+@dataclass
+class SampleSlices:
+    """A clean prefix (int64 [N - B]) and the slices of one sample, ordered by block and step."""
+
+    clean: np.ndarray
+    slices: list[Slice]
+
+    @property
+    def packed_length(self) -> int:
+        return len(self.clean) + sum(len(s.ids) for s in self.slices)
+
+
+def build_slices(trace: RolloutTrace, mask_id: int) -> SampleSlices:
+    """The states of ``trace``, one slice for every (block, step) at which a token was drawn.
+
+    Every drawn token is a target exactly once. Tokens with reveal step -1 stay masked in every state.
+    """
+    size, prompt_len = trace.block_size, trace.prompt_len
+    ids = np.concatenate([trace.prompt_ids, trace.replay_ids]).astype(np.int64)
+    step_of = np.concatenate([np.full(prompt_len, -2, dtype=np.int64), trace.reveal_step.astype(np.int64)])
+    slices = []
+    for block in range(trace.first_block, len(ids) // size):
+        rows = slice(block * size, (block + 1) * size)
+        final, steps = ids[rows], step_of[rows]
+        for step in sorted(set(steps[steps >= 0].tolist())):
+            hidden = (steps >= step) | (steps == -1)
+            columns = np.flatnonzero(steps == step)
+            slices.append(
+                Slice(
+                    ids=np.where(hidden, mask_id, final),
+                    start=block * size,
+                    columns=columns,
+                    tokens=final[columns],
+                    token_index=columns + block * size - prompt_len,
+                    step=step,
+                )
+            )
+    return SampleSlices(clean=ids[: max(0, len(ids) - size)], slices=slices)
+
+
+@dataclass
+class PackedBatch:
+    """Samples packed into rows of equal length.
+
+    Attributes:
+        input_ids, position: int64 [rows, length].
+        doc: int64 [rows, length], sample index; ``PADDING`` behind the last one.
+        block: int64 [rows, length], position // block size.
+        slice_id: int64 [rows, length], unique per slice; ``CLEAN`` for clean tokens and padding.
+        target_row, target_column: int64 [T], where the hidden states of the targets are.
+        target_token: int64 [T].
+        target_sample, target_index: int64 [T], sample and replay token of each target.
+    """
+
+    input_ids: Tensor
+    position: Tensor
+    doc: Tensor
+    block: Tensor
+    slice_id: Tensor
+    target_row: Tensor
+    target_column: Tensor
+    target_token: Tensor
+    target_sample: Tensor
+    target_index: Tensor
+
+    def to(self, device: torch.device | str) -> PackedBatch:
+        return PackedBatch(**{name: value.to(device) for name, value in self.__dict__.items()})
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the forward pass, padding included."""
+        return self.input_ids.numel()
+
+
+def assign_rows(lengths: Sequence[int], row_length: int | None) -> list[list[int]]:
+    """Which samples share a row: first-fit decreasing into rows of ``row_length``, or one sample per row.
+
+    A sample longer than ``row_length`` gets a row of its own.
+    """
+    if row_length is None:
+        return [[i] for i in range(len(lengths))]
+    rows: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for row, space in enumerate(free):
+            if lengths[index] <= space:
+                rows[row].append(index)
+                free[row] -= lengths[index]
+                break
+        else:
+            rows.append([index])
+            free.append(max(0, row_length - lengths[index]))
+    return rows
+
+
+def pack(
+    samples: Sequence[SampleSlices], block_size: int, row_length: int | None = None, multiple: int = 1
+) -> PackedBatch:
+    """Pack samples into rows.
+
+    Args:
+        row_length: tokens per row to aim for; None gives every sample its own row (dense attention wants that,
+            FlexAttention wants one long row).
+        multiple: row lengths are rounded up to a multiple of this (128 for FlexAttention's tiles).
+    """
+    rows = assign_rows([s.packed_length for s in samples], row_length)
+    length = max((sum(samples[i].packed_length for i in row) for row in rows), default=0)
+    length = -(-length // multiple) * multiple
+    shape = (len(rows), length)
+    ids, position = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    doc = np.full(shape, PADDING, np.int64)
+    slice_id = np.full(shape, CLEAN, np.int64)
+    targets: list[tuple[np.ndarray, ...]] = []
+    next_slice = 0
+    for row, members in enumerate(rows):
+        cursor = 0
+        for sample in members:
+            clean = samples[sample].clean
+            end = cursor + len(clean)
+            ids[row, cursor:end] = clean
+            position[row, cursor:end] = np.arange(len(clean))
+            for piece in samples[sample].slices:
+                begin, end = end, end + block_size
+                ids[row, begin:end] = piece.ids
+                position[row, begin:end] = piece.start + np.arange(block_size)
+                slice_id[row, begin:end] = next_slice
+                next_slice += 1
+                count = len(piece.columns)
+                targets.append(
+                    (
+                        np.full(count, row),
+                        begin + piece.columns,
+                        piece.tokens,
+                        np.full(count, sample),
+                        piece.token_index,
+                    )
+                )
+            doc[row, cursor:end] = sample
+            cursor = end
+    joined = [np.concatenate(column) if targets else np.zeros(0, np.int64) for column in zip(*targets, strict=True)]
+    joined = joined or [np.zeros(0, np.int64)] * 5
+    as_tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))  # noqa: E731
+    return PackedBatch(
+        as_tensor(ids),
+        as_tensor(position),
+        as_tensor(doc),
+        as_tensor(position // block_size),
+        as_tensor(slice_id),
+        *(as_tensor(column) for column in joined),
+    )

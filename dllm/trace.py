@@ -1,0 +1,189 @@
+"""What one response logged while it was decoded: enough to rebuild every intermediate state.
+
+The terminal block is kept whole. Text, reward and visible ids stop at the stop token or the length limit, but
+the tokens behind it were sampled too and were context of later reveals, so a replay needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dllm.decoding.sampling import SamplingParams
+
+PER_TOKEN = ("reveal_step", "logprob", "logprob_raw", "confidence")
+
+
+class TraceError(ValueError):
+    """A trace that contradicts itself or its geometry; the message says where."""
+
+
+@dataclass
+class RolloutTrace:
+    """One decoded response.
+
+    With P prompt tokens and R replayed tokens, ``(P + R) % block_size == 0``.
+
+    Attributes:
+        prompt_ids: int32 [P].
+        replay_ids: int32 [R], visible tokens and the rest of the terminal block.
+        visible: number of leading replay tokens that are the response (text, reward).
+        reveal_step: int16 [R], step within the block at which each token was drawn; -1 if never.
+        logprob: float32 [R], under the distribution sampled from.
+        logprob_raw: float32 [R], at temperature 1 without filters.
+        confidence: float32 [R], largest probability at the step of the reveal.
+        steps_per_block: denoise steps of each block that holds replay tokens.
+        weight_versions: version of the weights each of those blocks was decoded with.
+        block_size: tokens per block on the absolute grid.
+        sampling: how the tokens were drawn.
+        select_logprobs: per block a list with one number per step, if the choice of positions was random.
+        edits: (block, step, position, old id, new id) of every edited token, position in the whole sequence.
+    """
+
+    prompt_ids: np.ndarray
+    replay_ids: np.ndarray
+    visible: int
+    reveal_step: np.ndarray
+    logprob: np.ndarray
+    logprob_raw: np.ndarray
+    confidence: np.ndarray
+    steps_per_block: list[int]
+    weight_versions: list[str]
+    block_size: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    select_logprobs: list[list[float]] | None = None
+    edits: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def first_block(self) -> int:
+        """Absolute index of the first block with a generated token."""
+        return self.prompt_len // self.block_size
+
+    @property
+    def forward_passes(self) -> int:
+        """Denoise forwards plus one commit forward per block."""
+        return sum(self.steps_per_block) + len(self.steps_per_block)
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Generated tokens (the terminal tail included) per denoise forward."""
+        return len(self.replay_ids) / max(1, sum(self.steps_per_block))
+
+    def validate(self) -> None:
+        """Check the invariants of an honest log.
+
+        Raises:
+            TraceError: lengths disagree, the grid is broken, or steps within a block have a gap.
+        """
+        n = len(self.replay_ids)
+        for name in PER_TOKEN:
+            if len(getattr(self, name)) != n:
+                raise TraceError(f"{name} has {len(getattr(self, name))} entries for {n} replay tokens")
+        if (self.prompt_len + n) % self.block_size:
+            raise TraceError(
+                f"prompt of {self.prompt_len} and {n} replay tokens do not end on the grid of block size "
+                f"{self.block_size}: the rest of the terminal block is missing"
+            )
+        if not 0 <= self.visible <= n:
+            raise TraceError(f"visible length {self.visible} is outside the {n} replay tokens")
+        blocks = (self.prompt_len + n) // self.block_size - self.first_block if n else 0
+        for name in ("steps_per_block", "weight_versions"):
+            if len(getattr(self, name)) != blocks:
+                raise TraceError(f"{name} has {len(getattr(self, name))} entries for {blocks} blocks")
+        for index in range(blocks):
+            steps = self.reveal_step[self.block_slice(index)]
+            seen = sorted(set(int(step) for step in steps if step >= 0))
+            if self.edits or -1 in steps:
+                continue
+            if seen != list(range(self.steps_per_block[index])):
+                raise TraceError(
+                    f"block {index}: reveal steps {seen} are not 0..{self.steps_per_block[index] - 1} without a gap"
+                )
+        if not np.isfinite(self.logprob).all() or (self.logprob > 0).any():
+            raise TraceError("logprob has entries that are not finite or above 0")
+
+    def block_slice(self, index: int) -> slice:
+        """Replay tokens of the ``index``-th generated block (0 is the block the prompt ends in)."""
+        start = (self.first_block + index) * self.block_size - self.prompt_len
+        return slice(max(0, start), start + self.block_size)
+
+    def to_line(self) -> dict[str, Any]:
+        """The JSON object of this trace in a rollout file (see ``rollout.records`` for the other keys)."""
+        shown, rest = slice(0, self.visible), slice(self.visible, None)
+
+        def fields(part: slice) -> dict[str, list]:
+            return {name: getattr(self, name)[part].tolist() for name in PER_TOKEN}
+
+        line: dict[str, Any] = {
+            "input_ids": self.prompt_ids.tolist(),
+            "output_ids": self.replay_ids[shown].tolist(),
+            **fields(shown),
+            "tail": {"ids": self.replay_ids[rest].tolist(), **fields(rest)},
+            "steps_per_block": list(self.steps_per_block),
+            "weight_versions": list(self.weight_versions),
+            "block_size": self.block_size,
+            "sampling_params": {
+                "temperature": self.sampling.temperature,
+                "top_p": self.sampling.top_p,
+                "top_k": self.sampling.top_k,
+                "min_p": self.sampling.min_p,
+            },
+        }
+        if self.select_logprobs is not None:
+            line["select_logprob"] = self.select_logprobs
+        if self.edits:
+            line["edits"] = [list(edit) for edit in self.edits]
+        return line
+
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any], block_size: int | None = None) -> RolloutTrace:
+        """Read a trace back from ``to_line``; ``block_size`` is needed if the line does not carry it.
+
+        Raises:
+            TraceError: a key is missing or the trace contradicts itself.
+        """
+        try:
+            tail = line["tail"]
+            sampling = line["sampling_params"]
+            size = block_size if block_size is not None else int(line["block_size"])
+
+            def joined(name: str, dtype: type) -> np.ndarray:
+                return np.asarray(list(line[name]) + list(tail[name]), dtype=dtype)
+
+            output_ids = list(line["output_ids"])
+            steps = joined("reveal_step", np.int16)
+            trace = cls(
+                prompt_ids=np.asarray(line["input_ids"], dtype=np.int32),
+                replay_ids=np.asarray(output_ids + list(tail["ids"]), dtype=np.int32),
+                visible=len(output_ids),
+                reveal_step=steps,
+                logprob=joined("logprob", np.float32),
+                logprob_raw=joined("logprob_raw" if "logprob_raw" in line else "logprob", np.float32),
+                confidence=joined("confidence", np.float32),
+                steps_per_block=[int(n) for n in line["steps_per_block"]],
+                weight_versions=_versions(line),
+                block_size=size,
+                sampling=SamplingParams(
+                    **{k: sampling[k] for k in ("temperature", "top_p", "top_k", "min_p") if k in sampling}
+                ),
+                select_logprobs=line.get("select_logprob"),
+                edits=[tuple(edit) for edit in line.get("edits", [])],
+            )
+        except KeyError as error:
+            raise TraceError(f"rollout line has no {error}; it was not written by this package's engine") from error
+        trace.validate()
+        return trace
+
+
+def _versions(line: Mapping[str, Any]) -> list[str]:
+    if "weight_versions" in line:
+        return [str(v) for v in line["weight_versions"]]
+    return [str(line.get("weight_version", ""))] * len(line["steps_per_block"])
+
