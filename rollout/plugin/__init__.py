@@ -1,0 +1,22 @@
+"""SGLang general plugin (entry point group ``sglang.srt.plugins``).
+
+SGLang calls ``register`` in every process before the engine starts. This package is the only place that knows
+SGLang's internals; each hook is in the module of what it changes:
+
+    settings.py     block size, mask id and batch limit of the engine; preflight before the start
+    algorithm.py    our decoders behind SGLang's ``DllmAlgorithm`` interface
+    finish.py       where a response stops, and the log that leaves with it
+    version.py      which weights a block was decoded with
+    cpu.py          what SGLang's CPU engine lacks for LLaDA2
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Install all hooks; called once per process by SGLang's plugin loader."""
+    from rollout.plugin import algorithm, cpu, finish, settings, version
+
+    cpu.prepare_environment()
+    for module in (settings, algorithm, finish, version, cpu):
+        module.install()

@@ -1,0 +1,120 @@
+"""Where a block-diffusion response stops, and the log that leaves with it.
+
+A block commits up to ``block_size`` tokens at once. Stock SGLang checks the length limit before stop tokens and
+stop strings before EOS, as if one token had been added; a response then runs past its own EOS when the limit or
+a stop string lies in the same block. Here the earliest stop wins. The whole terminal block is kept for replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from rollout.plugin.blocklog import BlockRecord
+
+PER_TOKEN = ("reveal_step", "logprob", "logprob_raw", "confidence")
+INFO_PREFIX = "dllm_"
+BLOCK_KEY = INFO_PREFIX + "block"
+
+
+def _as_list(record: BlockRecord, name: str) -> list:
+    return getattr(record, name)[record.given :].tolist()
+
+
+def _append_log(req: Any, record: BlockRecord, accepted: int) -> None:
+    """Extend the per-token lists of the request by one block; they stay aligned with ``output_ids``."""
+    if req.customized_info is None:
+        before = len(req.output_ids) - accepted
+        req.customized_info = {INFO_PREFIX + name: [None] * before for name in PER_TOKEN}
+        req.customized_info[BLOCK_KEY] = [None] * before
+    info = req.customized_info
+    for name in PER_TOKEN:
+        info[INFO_PREFIX + name].extend(_as_list(record, name))
+    summary: dict[str, Any] = {"steps": record.steps, "weight_version": record.weight_version}
+    if record.select_logprob:
+        summary["select_logprob"] = record.select_logprob
+    if record.edits:
+        summary["edits"] = record.edits
+    info[BLOCK_KEY].extend([None] * (accepted - 1) + [summary])
+
+
+def _attach_tail(req: Any) -> None:
+    """Move the block summary to the last visible token, with the tokens behind it as ``tail``."""
+    info, end = req.customized_info, req.finished_len
+    summary = dict(info[BLOCK_KEY][-1])
+    tail = slice(end, len(req.output_ids))
+    summary["tail"] = {
+        "ids": list(req.output_ids[tail]),
+        **{name: info[INFO_PREFIX + name][tail] for name in PER_TOKEN},
+    }
+    info[BLOCK_KEY][-1] = None
+    info[BLOCK_KEY][end - 1] = summary
+
+
+def earliest_stop(req: Any, accepted: int) -> None:
+    """Set ``finished_reason`` and ``finished_len`` from the first stop among the newly accepted tokens.
+
+    Tokens beyond ``max_new_tokens`` are hidden from the stop checks; reaching the limit is the last resort.
+    """
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+
+    limit = req.sampling_params.max_new_tokens
+    beyond = req.output_ids[limit:]
+    del req.output_ids[limit:]
+    fresh = accepted - len(beyond)
+    if not req._check_vocab_boundary_finish(req.output_ids[len(req.output_ids) - fresh :]):
+        found = []
+        if fresh and req._check_token_based_finish(req.output_ids[len(req.output_ids) - fresh :]):
+            found.append((req.finished_len, req.finished_reason))
+        req.finished_reason, req.finished_len = None, None
+        if fresh and req._check_str_based_finish(fresh):
+            length = req.finished_len if req.finished_len is not None else len(req.output_ids)
+            found.append((length, req.finished_reason))
+        if found:
+            req.finished_len, req.finished_reason = min(found, key=lambda item: item[0])
+        elif len(req.output_ids) >= limit:
+            req.finished_reason, req.finished_len = FINISH_LENGTH(length=limit), limit
+    req.output_ids.extend(beyond)
+
+
+def _fail(req: Any, accepted: int) -> None:
+    """End the request as ``nan_logits``; nothing of the broken block is shown."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    req.finished_reason = FINISH_ABORT(
+        "nan_logits: the model produced NaN or infinite logits; check the weights and their dtype",
+        HTTPStatus.INTERNAL_SERVER_ERROR,
+        "nan_logits",
+    )
+    req.finished_len = len(req.output_ids) - accepted
+
+
+def _update_finish_state(original: Callable, req: Any, new_accepted_len: int = 1) -> None:
+    if not req.is_dllm() or req.finished():
+        return original(req, new_accepted_len)
+    record = req.__dict__.pop("dllm_record", None)
+    if record is not None and record.failed:
+        return _fail(req, new_accepted_len)
+    if record is not None:
+        _append_log(req, record, new_accepted_len)
+    if req.to_finish:
+        original(req, new_accepted_len)
+    else:
+        earliest_stop(req, new_accepted_len)
+    if req.finished():
+        if req.finished_len is None:
+            req.finished_len = len(req.output_ids)
+        if record is not None and req.finished_len > 0:
+            _attach_tail(req)
+    return None
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.schedule_batch.Req.update_finish_state", _update_finish_state, HookType.AROUND
+    )
+
+

@@ -1,0 +1,43 @@
+"""Which version of the weights this scheduler process holds.
+
+SGLang keeps the version as a label of the tokenizer process, read when a response is built: a request that
+spans a refresh reports only the new one. Here the scheduler itself remembers the version of its last
+successful update, so that every block can be logged with the weights it was decoded with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_current = "default"
+
+
+def current() -> str:
+    """Version of the weights in this process."""
+    return _current
+
+
+def set_current(version: str) -> None:
+    global _current
+    _current = version
+
+
+def _after_update(result: Any, manager: Any, request: Any) -> None:
+    version = getattr(request, "weight_version", None)
+    if getattr(result, "success", False) and version is not None:
+        set_current(str(version))
+
+
+def _after_scheduler_init(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    set_current(str(scheduler.server_args.weight_version))
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        HookRegistry.register(f"{manager}.update_weights_from_{source}", _after_update, HookType.AFTER)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.init_diffusion_llm", _after_scheduler_init, HookType.AFTER
+    )
