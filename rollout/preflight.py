@@ -6,6 +6,7 @@ in ``rollout.server``, in ``rollout.generate`` and inside stock SGLang's own sta
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,11 +34,13 @@ FLAGS = (
     "disaggregation_mode",
     "quantization",
     "sleep_on_idle",
+    "max_total_tokens",
 )
 """Names of SGLang's server arguments that the checks read or may set."""
 
 CPU_ATTENTION = "torch_native"
 CPU_MAX_RUNNING = 64
+CPU_MAX_TOTAL_TOKENS = 1 << 17
 GPU_MAX_RUNNING = 256
 # Copies of a [block, vocabulary] fp32 matrix alive in one denoise step: logits, softmax and the draw's work space.
 LOGIT_COPIES = 3
@@ -65,7 +68,7 @@ class Report:
 
     def describe(self) -> str:
         """One line per setting that was filled in or changed, and the block-diffusion settings."""
-        lines = [f"{name}: {self.requested.get(name)} -> {self.effective[name]} ({why})" for name, why in self.reasons.items()]
+        lines = [f"{n}: {self.requested.get(n)} -> {self.effective[n]} ({why})" for n, why in self.reasons.items()]
         if self.block_diffusion is not None:
             lines.insert(0, self.block_diffusion.describe())
         return "\n".join(lines)
@@ -132,10 +135,22 @@ def device_memory_bytes(device: str) -> int:
     return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
 
 
+def kv_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Bytes of keys and values of one token over all layers, in the checkpoint's dtype."""
+    width = 4 if checkpoint_dtype(config) == "float32" else 2
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * int(config["num_hidden_layers"]) * int(heads) * int(head_dim) * width
+
+
+def cpu_kv_tokens(config: Mapping[str, Any]) -> int:
+    """Tokens of a KV cache in host memory: a twentieth of it, at most ``CPU_MAX_TOTAL_TOKENS``."""
+    fitting = device_memory_bytes("cpu") // 20 // kv_bytes_per_token(config)
+    return max(4096, min(CPU_MAX_TOTAL_TOKENS, fitting // 4096 * 4096))
+
+
 def default_device() -> str:
     """cuda if a GPU is visible and the CPU engine was not asked for, else cpu."""
-    import os
-
     import torch
 
     return "cuda" if torch.cuda.is_available() and os.environ.get("SGLANG_USE_CPU_ENGINE") != "1" else "cpu"
@@ -224,6 +239,8 @@ def _fill_device(report: Report, config: Mapping[str, Any]) -> None:
             report.set("disable_cuda_graph", True, "no GPU")
         if not get("sleep_on_idle"):
             report.set("sleep_on_idle", True, "an idle scheduler would spin on a whole core")
+        if get("max_total_tokens") is None:
+            report.set("max_total_tokens", cpu_kv_tokens(config), "unset; a KV cache of at most 5 % of the memory")
     elif not get("disable_cuda_graph") and get("attention_backend") not in (None, "flashinfer"):
         raise ConfigError(
             f"attention_backend={get('attention_backend')!r} cannot capture CUDA graphs of block diffusion; use "
@@ -237,4 +254,6 @@ def _check_geometry(report: Report, block_size: int) -> None:
         if value is None or value <= 0 or (name == "page_size" and value == 1):
             continue
         if value % block_size:
-            raise ConfigError(f"{name}={value} is not a multiple of the block size {block_size}; use one, or leave it unset")
+            raise ConfigError(
+                f"{name}={value} is not a multiple of the block size {block_size}; use one, or leave it unset"
+            )

@@ -180,11 +180,24 @@ def _forward(original: Callable, worker: Any, forward_batch: Any, batch: Any = N
     if batch is None or not hasattr(algorithm, "requests"):
         return original(worker, forward_batch, batch)
     algorithm.requests = batch.reqs
+    for req in batch.reqs:
+        count_cached_tokens(req)
     result = original(worker, forward_batch, batch)
     for req, state in zip(batch.reqs, algorithm.states, strict=False):
         if state.record is not None:
             req.dllm_record = state.record
     return result
+
+
+def count_cached_tokens(req: Any) -> None:
+    """Set ``cached_tokens`` to the prompt tokens found in the radix cache on admission.
+
+    SGLang adds (prefix - already computed) in every round; a block is computed many times, so its sum goes
+    negative.
+    """
+    if not hasattr(req, "dllm_cached_tokens"):
+        req.dllm_cached_tokens = min(len(req.prefix_indices), len(req.origin_input_ids))
+    req.cached_tokens = req.cached_tokens_device = req.dllm_cached_tokens
 
 
 def install() -> None:

@@ -1,0 +1,158 @@
+"""Rollout samples: from the engine's answer to a line in a file and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from dllm.decoding import SamplingParams
+from dllm.trace import PER_TOKEN, RolloutTrace, TraceError
+
+_PREFIX = "dllm_"
+
+
+class RolloutError(RuntimeError):
+    """The engine failed a request; the message carries its reason."""
+
+
+@dataclass
+class RolloutSample:
+    """One response.
+
+    Attributes:
+        trace: tokens and their log, the rest of the terminal block included.
+        text: visible tokens decoded, without special tokens.
+        finish_reason: "stop", "length" or "abort".
+        max_new_tokens: limit the request asked for.
+        seed: seed of its noise, None if the engine chose it.
+    """
+
+    trace: RolloutTrace
+    text: str
+    finish_reason: str
+    max_new_tokens: int
+    seed: int | None = None
+
+    @property
+    def weight_version(self) -> str:
+        """Weights of the last block; ``trace.weight_versions`` has one entry per block."""
+        return self.trace.weight_versions[-1] if self.trace.weight_versions else ""
+
+    def to_line(self) -> dict[str, Any]:
+        """JSON object of one line of a rollout file."""
+        line = self.trace.to_line()
+        line["text"] = self.text
+        line["finish_reason"] = self.finish_reason
+        line["weight_version"] = self.weight_version
+        line["sampling_params"] |= {"max_new_tokens": self.max_new_tokens, "seed": self.seed}
+        return line
+
+
+def sample_from_response(
+    response: Mapping[str, Any],
+    prompt_ids: Sequence[int],
+    block_size: int,
+    sampling: SamplingParams,
+    max_new_tokens: int,
+    seed: int | None = None,
+) -> RolloutSample:
+    """Build a sample from SGLang's answer to a generate request.
+
+    Raises:
+        RolloutError: the engine ended the request with an error (for instance ``nan_logits``), or the answer
+            carries no log because the engine runs without this package's plugin.
+    """
+    meta = response["meta_info"]
+    reason = meta.get("finish_reason") or {"type": "abort"}
+    if reason["type"] == "abort" and reason.get("err_type") not in (None, "Aborted"):
+        raise RolloutError(str(reason.get("message") or reason["err_type"]))
+    visible_ids = list(response["output_ids"])
+    blocks = [block for block in meta.get(_PREFIX + "block", []) if block is not None]
+    if visible_ids and not blocks:
+        raise RolloutError(
+            "the engine returned tokens without a reveal log; install this package into its environment and use one "
+            "of its decoders (--dllm-algorithm SelectThenSample)"
+        )
+    tail = blocks[-1].get("tail") if blocks else None
+    tail = tail or {"ids": [], **{name: [] for name in PER_TOKEN}}
+    values = {name: list(meta.get(_PREFIX + name, [])) + list(tail[name]) for name in PER_TOKEN}
+    select = [block.get("select_logprob", []) for block in blocks]
+    first_block = len(prompt_ids) // block_size
+    edits = [
+        (first_block + index, step, (first_block + index) * block_size + column, old, new)
+        for index, block in enumerate(blocks)
+        for step, column, old, new in block.get("edits", [])
+    ]
+    trace = RolloutTrace(
+        prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
+        replay_ids=np.asarray(visible_ids + list(tail["ids"]), dtype=np.int32),
+        visible=len(visible_ids),
+        reveal_step=np.asarray(values["reveal_step"], dtype=np.float64).astype(np.int16),
+        logprob=np.asarray(values["logprob"], dtype=np.float32),
+        logprob_raw=np.asarray(values["logprob_raw"], dtype=np.float32),
+        confidence=np.asarray(values["confidence"], dtype=np.float32),
+        steps_per_block=[int(block["steps"]) for block in blocks],
+        weight_versions=[str(block["weight_version"]) for block in blocks],
+        block_size=block_size,
+        sampling=sampling,
+        select_logprobs=select if any(select) else None,
+        edits=edits,
+    )
+    if reason["type"] != "abort":
+        trace.validate()
+    return RolloutSample(trace, response.get("text") or "", reason["type"], max_new_tokens, seed)
+
+
+def write_line(file: TextIO, line: Mapping[str, Any]) -> None:
+    """Append one JSON line and flush it, so that a killed run keeps what it has."""
+    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    file.flush()
+
+
+def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
+    """JSON objects of a rollout or prompt file.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TraceError: a line is not a JSON object; the message has its number.
+    """
+    with Path(path).open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise TraceError(f"{path} line {number} is not JSON: {error}") from error
+            if not isinstance(line, dict):
+                raise TraceError(f"{path} line {number} is not a JSON object")
+            yield line
+
+
+def read_traces(path: str | Path, block_size: int | None = None) -> list[RolloutTrace]:
+    """Traces of a rollout file.
+
+    Raises:
+        TraceError: a line is malformed; the message has its number.
+    """
+    traces = []
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            traces.append(RolloutTrace.from_line(line, block_size))
+        except TraceError as error:
+            raise TraceError(f"{path} sample {number}: {error}") from error
+    return traces
+
+
+def tokens_per_forward(traces: Iterable[RolloutTrace]) -> float:
+    """Generated tokens per denoise forward over several traces."""
+    tokens = steps = 0
+    for trace in traces:
+        tokens += len(trace.replay_ids)
+        steps += sum(trace.steps_per_block)
+    return tokens / max(1, steps)
