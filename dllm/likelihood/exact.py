@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,15 @@ from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.replay import CLEAN, PackedBatch, build_slices, pack
 from dllm.trace import RolloutTrace
 
-# Logits of one chunk: 1024 rows of LLaDA2's vocabulary are 0.6 GB in fp32.
-CHUNK_ROWS = 1024
+CHUNK_BYTES = 256 << 20
+"""fp32 logits of one chunk; 427 rows of LLaDA2's vocabulary."""
 
 
-@dataclass
-class TargetValues:
-    """Per target of a packed batch: log-prob float32 [T] and entropy float32 [T] (empty if not asked for)."""
+class TargetValues(NamedTuple):
+    """Per target of a packed batch: log-prob float32 [T] and entropy float32 [T] (empty if not asked for).
+
+    A tuple, because FSDP finds the outputs of a forward pass by walking tuples, lists and dicts.
+    """
 
     logprob: Tensor
     entropy: Tensor
@@ -50,12 +52,13 @@ def target_head(
     def head(hidden: Tensor, lm_head: nn.Linear) -> TargetValues:
         picked = hidden[batch.target_row, batch.target_column]
         per_target = sampling.rows(batch.target_sample)
+        chunk_rows = max(1, CHUNK_BYTES // (4 * lm_head.out_features))
         chunks = []
-        for start in range(0, max(1, len(picked)), CHUNK_ROWS):
-            rows = slice(start, start + CHUNK_ROWS)
-            index = torch.arange(start, min(start + CHUNK_ROWS, len(picked)), device=picked.device)
+        for start in range(0, max(1, len(picked)), chunk_rows):
+            rows = slice(start, start + chunk_rows)
+            index = torch.arange(start, min(start + chunk_rows, len(picked)), device=picked.device)
             arguments = (picked[rows], lm_head, batch.target_token[rows], per_target.rows(index), mask_id, entropy)
-            if torch.is_grad_enabled() and len(picked) > CHUNK_ROWS:
+            if torch.is_grad_enabled() and len(picked) > chunk_rows:
                 chunks.append(torch.utils.checkpoint.checkpoint(_values, *arguments, use_reentrant=False))
             else:
                 chunks.append(_values(*arguments))

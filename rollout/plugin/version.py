@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from weight_sync.control import LOADER
+
 _current = "default"
 
 
@@ -23,9 +25,31 @@ def set_current(version: str) -> None:
 
 
 def _after_update(result: Any, manager: Any, request: Any) -> None:
+    if getattr(request, "load_format", None) == LOADER:
+        _report_loader(result, manager)
     version = getattr(request, "weight_version", None)
     if getattr(result, "success", False) and version is not None:
         set_current(str(version))
+
+
+def _report_loader(result: Any, manager: Any) -> None:
+    """Turn the status our loader left on every tensor-parallel rank into the answer of the request.
+
+    SGLang answers for rank 0 only, and always with success when a custom loader returns.
+    """
+    import torch
+
+    from weight_sync.loader import STATE
+
+    size = torch.distributed.get_world_size(manager.tp_cpu_group)
+    statuses: list[Any] = [None] * size
+    torch.distributed.all_gather_object(statuses, STATE.status, group=manager.tp_cpu_group)
+    STATE.status = None
+    for rank, status in enumerate(statuses):
+        if status is None or not status.ok:
+            result.success = False
+            result.message = f"rank {rank}: {status.message if status else 'the loader did not run'}"
+            return
 
 
 def _after_scheduler_init(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,182 @@
+"""From command-line overrides to a checked config: everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from dllm.config import ConfigError
+from dllm.decoding import check_options
+from recipes.settings import DllmSettings, RecipeSettings, typed
+from rollout import preflight
+
+CONFIG_DIR = Path(__file__).parent / "config"
+CHECKPOINT_DIR = Path(__file__).parent / "checkpoints"
+
+
+@dataclass
+class ResolvedRun:
+    """A run that passed its checks.
+
+    Attributes:
+        config: resolved verl config.
+        directory: where everything the run writes goes.
+        report: the engine's preflight.
+        resumed: whether the directory already holds a run that will be continued.
+    """
+
+    config: DictConfig
+    dllm: DllmSettings
+    recipe: RecipeSettings
+    directory: Path
+    hardware: str
+    report: preflight.Report
+    resumed: bool
+
+    def yaml(self) -> str:
+        return OmegaConf.to_yaml(self.config, resolve=True)
+
+    def write_config(self) -> None:
+        (self.directory / "config.yaml").write_text(self.yaml(), encoding="utf-8")
+
+
+def _checkpoint(name: str) -> str:
+    """Path of a checkpoint that ships with the project."""
+    path = CHECKPOINT_DIR / name
+    if not path.is_dir():
+        known = sorted(p.name for p in CHECKPOINT_DIR.iterdir() if p.is_dir())
+        raise ConfigError(f"checkpoint {name!r} does not ship with this project; use one of {known} or give a path")
+    return str(path)
+
+
+def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """Compose a config of ``recipes/config``.
+
+    Raises:
+        ConfigError: an override or a group does not exist, or cannot be parsed.
+    """
+    OmegaConf.register_new_resolver("checkpoint", _checkpoint, replace=True)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):
+            return compose(config_name, overrides=[_search_path(), *overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_explain(error)) from error
+
+
+def _search_path() -> str:
+    """Where Hydra finds verl's config and ours for it, as directories: naming the packages would import verl before
+    its environment is set."""
+    verl = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer" / "config"
+    ours = Path(__file__).parent.parent / "rollout" / "verl" / "config"
+    return f"hydra.searchpath=[file://{verl},file://{ours}]"
+
+
+def _explain(error: Exception) -> str:
+    """Hydra's message as one sentence, with the remedy."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = error.__cause__
+    if cause is not None and str(cause):
+        lines += [line.strip() for line in str(cause).splitlines()[:1]]
+    return " ".join(lines)[:600] + " (recipe.dry_run=true prints every key)"
+
+
+def run_name(recipe: RecipeSettings) -> str:
+    """The run's name: as asked for, or the time."""
+    return recipe.run or time.strftime("%Y%m%d-%H%M%S")
+
+
+def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
+    """Compose, check and complete the config of ``recipes.grpo_llada2``.
+
+    Raises:
+        ConfigError: something would fail later; no process was started and nothing was written.
+    """
+    config = compose_config("grpo_llada2", [f"hardware={hardware}", *overrides])
+    dllm, recipe = typed(config)
+    directory = (Path(recipe.output_dir) / run_name(recipe)).resolve()
+    resumed = (directory / "metrics.jsonl").exists()
+    if resumed and config.trainer.resume_mode == "disable":
+        raise ConfigError(
+            f"recipe.run={recipe.run!r} already exists in {directory.parent}; add trainer.resume_mode=auto to go on with "
+            "it, or choose another name"
+        )
+    report = check_engine(config, dllm)
+    _check_lengths(config, report)
+    train_files, val_files = task_files(config, recipe)
+    with open_dict(config):
+        config.data.train_files, config.data.val_files = train_files, val_files
+        config.trainer.experiment_name = directory.name
+        config.trainer.default_local_dir = str(directory / "checkpoints")
+        config.trainer.rollout_data_dir = str(directory / "rollouts")
+        config.trainer.validation_data_dir = str(directory / "validation")
+    try:
+        OmegaConf.resolve(config)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_explain(error)) from error
+    return ResolvedRun(config, dllm, recipe, directory, hardware, report, resumed)
+
+
+def check_engine(config: DictConfig, dllm: DllmSettings) -> preflight.Report:
+    """Preflight of the rollout engine this config would start.
+
+    Raises:
+        ConfigError: see ``rollout.preflight``.
+    """
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    if OmegaConf.is_missing(model, "path"):
+        raise ConfigError("actor_rollout_ref.model.path is not set; give it the directory of a LLaDA2 checkpoint")
+    check_options(dllm.algorithm, dllm.options)
+    engine_kwargs = OmegaConf.to_container(rollout.engine_kwargs, resolve=True)
+    flags = {
+        "model_path": model.path,
+        "dtype": rollout.dtype,
+        "dllm_algorithm": dllm.algorithm,
+        "max_running_requests": rollout.max_num_seqs,
+        "tp_size": rollout.tensor_model_parallel_size,
+        "pp_size": rollout.pipeline_model_parallel_size,
+        "disable_cuda_graph": rollout.enforce_eager,
+        "device": "cpu" if config.trainer.device == "cpu" else "cuda",
+        **(engine_kwargs.get("sglang") or {}),
+    }
+    return preflight.check_server(flags, training=True)
+
+
+def _check_lengths(config: DictConfig, report: preflight.Report) -> None:
+    size = report.block_diffusion.block_size if report.block_diffusion else 1
+    if config.data.max_response_length < size:
+        raise ConfigError(
+            f"data.max_response_length={config.data.max_response_length} is shorter than a block of {size} tokens; "
+            f"raise it to at least {size}"
+        )
+    if config.actor_rollout_ref.rollout.n < 2 and config.algorithm.adv_estimator == "grpo":
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} leaves GRPO without a group to compare "
+            "with; use at least 2"
+        )
+
+
+def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str, str]:
+    """Paths of the train and held-out prompts; prompts of a generator are built on a real start only.
+
+    Raises:
+        ConfigError: the task or a file does not exist.
+    """
+    from recipes.tasks.build import build, check_task
+
+    task: dict[str, Any] = OmegaConf.to_container(config.task, resolve=True)
+    check_task(task)
+    if recipe.dry_run:
+        return f"<{task['name']}: train>", f"<{task['name']}: held-out>"
+    train, held_out = build(task, Path(recipe.cache_dir))
+    return str(train), str(held_out)

@@ -1,0 +1,99 @@
+"""Curves of a run.
+
+    python -m recipes.plot outputs/grpo_llada2/NAME
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+from recipes.console import validation_accuracy  # noqa: E402
+from recipes.records import read_metrics  # noqa: E402
+
+BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
+
+
+def _figure(title: str, ylabel: str) -> tuple[Any, Any]:
+    figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=120, layout="constrained")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_xlabel("training step")
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return path
+
+
+def plot_run(directory: Path) -> list[Path]:
+    """Write ``plots/*.png`` of a run from its ``metrics.jsonl``; returns the files."""
+    records = list(read_metrics(directory))
+    steps = [r for r in records if r["kind"] == "step"]
+    validations = [r for r in records if r["kind"] == "validation"]
+    x = [r["step"] for r in steps]
+    series = lambda key: [r.get(key, float("nan")) for r in steps]  # noqa: E731
+    written = []
+
+    figure, axes = _figure("Reward", "share of right answers")
+    axes.plot(x, series("critic/rewards/mean"), color=ORANGE, label="train reward (temperature 1)")
+    axes.plot(
+        [r["step"] for r in validations],
+        [validation_accuracy(r) for r in validations],
+        color=BLUE,
+        marker="o",
+        label="held-out accuracy (greedy)",
+    )
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, loc="lower right")
+    written.append(_save(figure, directory / "plots" / "reward.png"))
+
+    figure, axes = _figure("Response length", "visible tokens")
+    axes.plot(x, series("dllm/visible_length/mean"), color=BLUE, label="mean")
+    axes.plot(x, series("dllm/visible_length/max"), color=GREY, label="max")
+    axes.legend(frameon=False)
+    written.append(_save(figure, directory / "plots" / "response_length.png"))
+
+    figure, axes = _figure("Confidence at the reveal", "largest probability")
+    axes.plot(x, series("dllm/confidence/mean"), color=BLUE, label="mean")
+    axes.plot(x, series("dllm/confidence/p05"), color=GREY, label="5th percentile")
+    axes.set_ylim(0, 1.02)
+    axes.legend(frameon=False, loc="lower right")
+    written.append(_save(figure, directory / "plots" / "confidence.png"))
+
+    figure, axes = _figure("Engine against trainer", "|log-prob difference| (nats)")
+    for key, colour in (("mean", BLUE), ("p999", ORANGE), ("max", GREY)):
+        axes.plot(x, series(f"rollout_corr/logprob_abs_diff/{key}"), color=colour, label=key.replace("p999", "p99.9"))
+    axes.set_yscale("log")
+    axes.legend(frameon=False)
+    written.append(_save(figure, directory / "plots" / "logprob_difference.png"))
+    return written
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m recipes.plot", description="Draw the curves of a run.")
+    parser.add_argument("run", help="directory of the run")
+    directory = Path(parser.parse_args(argv).run)
+    if not (directory / "metrics.jsonl").is_file():
+        print(f"error: {str(directory)!r} has no metrics.jsonl; pass the directory of a run", file=sys.stderr)
+        return 2
+    for path in plot_run(directory):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""Typed settings that this project adds to verl's config: the groups ``dllm`` and ``recipe``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dllm.config import ConfigError
+
+
+@dataclass
+class DllmSettings:
+    """Group ``dllm``: decoding and likelihood."""
+
+    algorithm: str = "SelectThenSample"
+    """Decoder: a name of ``dllm.decoding.DECODERS`` or ``package.module:Class``."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the decoder, e.g. ``{threshold: 0.95}``."""
+    likelihood: str = "exact"
+    """Likelihood used in training."""
+    max_logprob_diff: float | None = None
+    """Stop the run if 0.1 % of a step's tokens differ by more than this (nats) between engine and trainer."""
+
+
+@dataclass
+class RecipeSettings:
+    """Group ``recipe``: where a run goes and what it starts."""
+
+    run: str | None = None
+    """Name of the run; without one a time stamp."""
+    dry_run: bool = False
+    """Print the resolved config and the preflight verdict, start nothing."""
+    output_dir: str = "outputs/grpo_llada2"
+    """Parent directory of the runs."""
+    cache_dir: str = "outputs/cache"
+    """Prompts built from task generators, reused by later runs."""
+    seed: int = 0
+    """Seed of prompts, sampling noise and the data order."""
+
+
+LIKELIHOODS = ("exact",)
+
+
+def typed(config: DictConfig) -> tuple[DllmSettings, RecipeSettings]:
+    """The two groups, checked.
+
+    Raises:
+        ConfigError: a value has the wrong type, or a choice does not exist.
+    """
+    groups = []
+    for name, schema in (("dllm", DllmSettings), ("recipe", RecipeSettings)):
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(schema), config[name])
+            groups.append(OmegaConf.to_object(merged))
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{name}.{getattr(error, 'full_key', '') or '?'}: {reason}") from error
+    dllm, recipe = groups
+    if dllm.likelihood not in LIKELIHOODS:
+        raise ConfigError(f"dllm.likelihood={dllm.likelihood!r} does not exist; use one of {sorted(LIKELIHOODS)}")
+    return dllm, recipe

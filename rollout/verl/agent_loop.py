@@ -1,0 +1,122 @@
+"""From a prompt to a training sample: single-turn loop, output with the reveal log, reward on visible text only."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+import ray
+import torch
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.profiler import simple_timer
+
+from dllm.config import resolve
+from dllm.noise import sample_seed
+from rollout.engine import content_seed
+
+LINE = "dllm"
+"""Key of ``extra_fields`` that holds the rollout line of a sample."""
+
+AGENT_NAME = "dllm_single_turn"
+
+
+class BlockDiffusionOutput(AgentLoopOutput):
+    """Output whose ``as_dict`` adds the columns that the actor replays from.
+
+    ``response_ids`` is the whole replay (visible tokens and the rest of the terminal block): its tail was sampled
+    too, so it belongs to the trajectory and to the loss.
+    """
+
+    def as_dict(self) -> dict[str, Any]:
+        out = super().as_dict()
+        line = out["extra_fields"][LINE]
+        tail, sampling = line["tail"], line["sampling_params"]
+        steps = list(line["reveal_step"]) + list(tail["reveal_step"])
+        out["dllm_reveal_step"] = torch.tensor(steps, dtype=torch.int64)
+        out["dllm_sampling"] = torch.tensor(
+            [float(sampling[key]) for key in ("temperature", "top_p", "top_k", "min_p")], dtype=torch.float32
+        )
+        return out
+
+
+def aligned_limit(prompt_len: int, response_length: int, block_size: int) -> int:
+    """Largest number of new tokens that fits into ``response_length`` and ends on the block grid.
+
+    Raises:
+        ValueError: not even the block the prompt ends in fits.
+    """
+    limit = response_length - (prompt_len + response_length) % block_size
+    if limit < 1:
+        raise ValueError(
+            f"data.max_response_length={response_length} is too small for a prompt of {prompt_len} tokens: the block "
+            f"it ends in needs {block_size - prompt_len % block_size}; raise it to at least {block_size}"
+        )
+    return limit
+
+
+@register(AGENT_NAME)
+class BlockDiffusionSingleTurn(AgentLoopBase):
+    """One prompt, one response, one log."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.block_size = resolve(self.config.actor_rollout_ref.model.path).block_size
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        run_seed = int(self.config.data.get("seed") or 0)
+        step_seed = sample_seed(run_seed, int(kwargs.get("global_steps", 0)), 0, 0)
+        request = {
+            **sampling_params,
+            "max_tokens": aligned_limit(len(prompt_ids), self.rollout_config.response_length, self.block_size),
+            "seed": content_seed(step_seed, prompt_ids, int(kwargs.get("session_id", 0))),
+        }
+        metrics: dict[str, Any] = {}
+        with simple_timer("generate_sequences", metrics):
+            output = await self.server_manager.generate(
+                request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=request
+            )
+        return BlockDiffusionOutput(
+            prompt_ids=prompt_ids,
+            response_ids=output.token_ids,
+            response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs,
+            num_turns=2,
+            metrics=metrics,
+            extra_fields={**output.extra_fields, "turn_scores": [], "tool_rewards": []},
+        )
+
+
+class BlockDiffusionAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker with two changes: our loop is the default, and rewards see visible tokens only."""
+
+    async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, *, agent_name: str, **kwargs: Any) -> Any:
+        name = AGENT_NAME if agent_name == "single_turn_agent" else agent_name
+        return await super()._run_agent_loop(sampling_params, trajectory, agent_name=name, **kwargs)
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
+        shown = []
+        for output in outputs:
+            length = len(output.extra_fields[LINE]["output_ids"])
+            shown.append(
+                output.model_copy(
+                    update={
+                        "response_ids": output.response_ids[:length],
+                        "response_mask": output.response_mask[:length],
+                        "extra_fields": {k: v for k, v in output.extra_fields.items() if k != LINE},
+                    }
+                )
+            )
+        await super()._compute_score(shown, kwargs)
+        outputs[-1].reward_score = shown[-1].reward_score
+        if "reward_extra_info" in shown[-1].extra_fields:
+            outputs[-1].extra_fields["reward_extra_info"] = shown[-1].extra_fields["reward_extra_info"]
+
+
+class BlockDiffusionAgentLoopManager(AgentLoopManagerTQ):
+    """Set as ``rollout.agent.agent_loop_manager_class``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(BlockDiffusionAgentLoopWorker)

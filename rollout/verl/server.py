@@ -1,0 +1,186 @@
+"""Ray actor that hosts the engine: verl's SGLang server with block-diffusion settings and logged generation."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dllm.config import ConfigError
+from dllm.decoding import SamplingParams
+from rollout import preflight
+from rollout.engine import write_algorithm_config
+from rollout.records import sample_from_response
+from weight_sync.control import LOADER
+
+NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}}
+
+
+def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """``rollout.engine_kwargs.sglang_dllm`` with defaults.
+
+    Raises:
+        ConfigError: an unknown key.
+    """
+    given = dict(engine_kwargs.get("sglang_dllm") or {})
+    if unknown := sorted(set(given) - set(NO_SETTINGS)):
+        raise ConfigError(
+            f"rollout.engine_kwargs.sglang_dllm has no key {unknown[0]!r}; valid keys are {sorted(NO_SETTINGS)} "
+            "(SGLang's own server arguments go under rollout.engine_kwargs.sglang)"
+        )
+    return NO_SETTINGS | given
+
+
+def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[str, Any]:
+    """Server arguments of the engine for a verl rollout config, checked.
+
+    Args:
+        config: verl's RolloutConfig.
+        config_file: YAML file with the decoder's options.
+
+    Raises:
+        ConfigError: the preflight refused.
+    """
+    settings = decoder_settings(config.engine_kwargs or {})
+    own = dict((config.engine_kwargs or {}).get("sglang") or {})
+    requested = {
+        "model_path": model_path,
+        "dtype": config.dtype,
+        "dllm_algorithm": settings["algorithm"],
+        "dllm_algorithm_config": config_file,
+        "max_running_requests": config.max_num_seqs,
+        "tp_size": config.tensor_model_parallel_size,
+        "pp_size": config.pipeline_model_parallel_size,
+        "disable_cuda_graph": bool(config.enforce_eager),
+        "quantization": config.get("quantization"),
+        **own,
+    }
+    report = preflight.check_server(requested, training=True)
+    flags = {name: report.effective.get(name) for name in preflight.FLAGS}
+    # verl passes these itself, from its own keys.
+    for name in ("model_path", "tp_size", "pp_size", "enable_lora", "disaggregation_mode", "quantization"):
+        flags.pop(name)
+    flags |= own | {"custom_weight_loader": [LOADER], "grammar_backend": "none"}
+    if report.effective["device"] == "cpu":
+        flags["enable_memory_saver"] = False
+    return {name: value for name, value in flags.items() if value is not None}
+
+
+@cache
+def server_class() -> type:
+    """``BlockDiffusionServer``; made on demand, because its base imports SGLang."""
+    from verl.workers.rollout.replica import TokenOutput
+    from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer
+
+    class BlockDiffusionServer(SGLangHttpServer):
+        async def launch_server(self, master_address: str | None = None, master_port: int | None = None) -> None:
+            if os.environ.get("VERL_PLATFORM") == "cpu":
+                from rollout.plugin.cpu import cpu_environment
+
+                os.environ.update(cpu_environment())
+            settings = decoder_settings(self.config.engine_kwargs or {})
+            options = settings["options"]
+            self._config_file: Path | None = write_algorithm_config(options) if options else None
+            flags = engine_flags(
+                self.config, self.model_config.local_path, str(self._config_file) if self._config_file else None
+            )
+            self.config.engine_kwargs["sglang"] = flags
+            self.block_diffusion = preflight.check_server(
+                {"model_path": self.model_config.local_path, **flags}, training=True
+            ).block_diffusion
+            await super().launch_server(master_address, master_port)
+            if self.node_rank == 0:
+                self._repair_server_info()
+
+        def _repair_server_info(self) -> None:
+            """verl 0.9.1 takes SGLang 0.5.17's port arguments for its scheduler info; ``/server_info`` needs the latter."""
+            from sglang.srt.entrypoints.http_server import _GlobalState, set_global_state
+
+            set_global_state(
+                _GlobalState(
+                    tokenizer_manager=self.tokenizer_manager,
+                    template_manager=self.template_manager,
+                    scheduler_info={},
+                )
+            )
+
+        async def check_alive(self) -> int:
+            """Process id of the host; answers only while it is alive."""
+            return os.getpid()
+
+        async def generate(
+            self,
+            prompt_ids: list[int],
+            sampling_params: dict[str, Any],
+            request_id: str,
+            image_data: Any = None,
+            video_data: Any = None,
+            **unused: Any,
+        ) -> Any:
+            """Decode one response with its log.
+
+            Returns:
+                ``TokenOutput`` whose ``token_ids`` and ``log_probs`` cover the whole terminal block;
+                ``extra_fields["dllm"]`` is the line of a rollout file (see ``rollout.records``).
+
+            Raises:
+                RolloutError: the engine failed the request.
+            """
+            from sglang.srt.managers.io_struct import GenerateReqInput
+
+            sampling, limit, request = split_sampling_params(sampling_params)
+            output = await self.tokenizer_manager.generate_request(
+                GenerateReqInput(rid=request_id, input_ids=list(prompt_ids), sampling_params=request), None
+            ).__anext__()
+            sample = sample_from_response(
+                output, prompt_ids, self.block_diffusion.block_size, sampling, limit, request.get("sampling_seed")
+            )
+            versions = [int(v) if v.isdigit() else None for v in sample.trace.weight_versions]
+            return TokenOutput(
+                token_ids=sample.trace.replay_ids.tolist(),
+                log_probs=sample.trace.logprob.tolist(),
+                stop_reason=sample.finish_reason,
+                extra_fields={
+                    "dllm": sample.to_line(),
+                    "global_steps": versions[-1] if versions else self.global_steps,
+                    "min_global_steps": versions[0] if versions else self.global_steps,
+                    "max_global_steps": versions[-1] if versions else self.global_steps,
+                },
+            )
+
+    return BlockDiffusionServer
+
+
+def split_sampling_params(params: dict[str, Any]) -> tuple[SamplingParams, int, dict[str, Any]]:
+    """verl's sampling dictionary as our parameters, the token limit, and SGLang's dictionary.
+
+    Raises:
+        ConfigError: a parameter that block diffusion cannot honour.
+    """
+    given = dict(params)
+    given.pop("logprobs", None)
+    limit = given.pop("max_tokens", None) or given.pop("max_new_tokens", None)
+    if limit is None:
+        raise ConfigError("sampling parameters lack max_tokens; the agent loop sets it")
+    seed = given.pop("seed", None)
+    if (penalty := given.pop("repetition_penalty", 1.0)) != 1.0:
+        raise ConfigError(f"repetition_penalty={penalty} is not supported for block diffusion; use 1.0")
+    sampling = SamplingParams(
+        float(given.pop("temperature", 1.0)),
+        float(given.pop("top_p", 1.0)),
+        int(given.pop("top_k", -1)),
+        float(given.pop("min_p", 0.0)),
+    )
+    if given:
+        raise ConfigError(f"sampling parameter {min(given)!r} is not supported for block diffusion; remove it")
+    request: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "max_new_tokens": int(limit),
+    }
+    if seed is not None:
+        request["sampling_seed"] = int(seed)
+    return sampling, int(limit), request

@@ -1,0 +1,140 @@
+"""verl's synchronous V1 trainer with our workers, our metrics and a dump of every rollout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import transfer_queue as tq
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from rollout.verl.agent_loop import LINE
+from trainers.metrics import step_metrics
+from trainers.workers import BlockDiffusionWorker
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Called as ``listener(event, details)``; see ``BlockDiffusionTrainer`` for the events."""
+
+
+class LogprobMismatch(RuntimeError):
+    """Engine and trainer disagree about the log-probs of the rollouts: the trained policy is not the one that
+    decoded."""
+
+
+class BlockDiffusionTrainer(PPOTrainerSync):
+    """One step: roll out, score, replay, update, refresh the engine.
+
+    Args:
+        config: verl's config with our ``dllm`` and ``recipe`` groups.
+        listener: told of "validate_begin", "validate_end" (metrics), "step_begin" (step), "phase" (name),
+            "step_end" (step, metrics).
+    """
+
+    def __init__(self, config: Any, listener: Listener | None = None) -> None:
+        super().__init__(config)
+        self.listener = listener or (lambda event, details: None)
+        # verl polls the queue every 2 s, which would be most of a tiny model's step.
+        self.replay_buffer.poll_interval = 0.05
+        self.step_lines: list[dict[str, Any]] = []
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = ray.remote(BlockDiffusionWorker)
+
+    # Phases, told to the listener
+
+    def on_validate_begin(self) -> None:
+        super().on_validate_begin()
+        self.listener("validate_begin", {"step": self.global_steps})
+
+    def on_step_begin(self) -> None:
+        super().on_step_begin()
+        self.listener("step_begin", {"step": self.global_steps, "total": self.total_training_steps})
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()
+        self.listener("phase", {"name": "rollout"})
+
+    def on_step_end(self) -> None:
+        self.listener("phase", {"name": "weight refresh"})
+        super().on_step_end()
+
+    def _validate(self) -> dict[str, float]:
+        metrics = super()._validate()
+        self.listener("validate_end", {"step": self.global_steps, "metrics": metrics})
+        return metrics
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        self.listener("phase", {"name": "update"})
+        return super()._update_actor(batch, metrics)
+
+    # Engine against trainer
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
+        self.listener("phase", {"name": "log-probs"})
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self.step_lines = self.rollout_lines(batch)
+        ours = step_metrics(self.step_lines)
+        metrics.update(ours)
+        limit = self.config.dllm.max_logprob_diff
+        worst = ours.get("rollout_corr/logprob_abs_diff/p999", 0.0)
+        if limit is not None and worst > limit:
+            self.write_lines(f"{self.global_steps}.jsonl")
+            raise LogprobMismatch(
+                f"step {self.global_steps}: 0.1 % of the tokens differ by more than {worst:.3g} nats between engine and "
+                f"trainer (dllm.max_logprob_diff={limit}); the rollouts are in {self.config.trainer.rollout_data_dir}, "
+                "check them with python -m recipes.check_logprobs"
+            )
+        return batch
+
+    def rollout_lines(self, batch: Any) -> list[dict[str, Any]]:
+        """The step's samples as lines of a rollout file, with the trainer's view of them beside the engine's."""
+        real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        fields = ["uid", "extra_fields", "old_log_probs", "router_tie", "response_mask", "rm_scores", "reward_model"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        columns = {name: data[name] for name in ("old_log_probs", "router_tie", "rm_scores")}
+        unbound = {name: value.unbind() for name, value in columns.items()}
+        extra, uids, rewards = (list(data[name]) for name in ("extra_fields", "uid", "reward_model"))
+        prompts_and_ties = unbound["router_tie"]
+        lines = []
+        for i in real:
+            line = dict(extra[i][LINE])
+            logprob = unbound["old_log_probs"][i].tolist()
+            line.update(
+                step=self.global_steps,
+                uid=uids[i],
+                reward=float(unbound["rm_scores"][i].sum()),
+                ground_truth=rewards[i].get("ground_truth"),
+                trainer_logprob=logprob,
+                router_tie=[bool(v) for v in prompts_and_ties[i][-len(logprob) - 1 : -1].tolist()],
+            )
+            line.update({k: v for k, v in (extra[i].get("reward_extra_info") or {}).items() if k in ("acc", "malformed")})
+            lines.append(line)
+        return sorted(lines, key=lambda line: (line["uid"], line["sampling_params"]["seed"] or 0))
+
+    # Records
+
+    def write_lines(self, name: str) -> None:
+        directory = Path(self.config.trainer.rollout_data_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = directory / (name + ".part")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self.step_lines)
+        temporary.replace(directory / name)
+
+    def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
+        self.write_lines(f"{self.global_steps}.jsonl")
+
+    def _compute_metrics(
+        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
+    ) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        self.listener("step_end", {"step": global_steps, "metrics": metrics, "lines": self.step_lines})
+
+
