@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -15,6 +20,30 @@ _TIMINGS = {
     "update": "timing_s/update_actor",
     "sync": "timing_s/update_weights",
 }
+
+
+@contextmanager
+def library_output_to(log: Path) -> Iterator[TextIO]:
+    """Send everything this process and its children print to a file; yields the terminal.
+
+    On the level of file descriptors, because Ray and the engine print from C++ and from child processes.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    terminal = os.fdopen(os.dup(saved[0]), "w", encoding="utf-8")
+    try:
+        yield terminal
+    finally:
+        terminal.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number, descriptor in enumerate(saved, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def step_line(step: int, total: int, metrics: dict[str, Any]) -> str:
@@ -38,8 +67,8 @@ def validation_accuracy(metrics: dict[str, Any], name: str = "acc") -> float | N
 class RunConsole:
     """Listener of ``trainers.trainer.BlockDiffusionTrainer`` that draws the progress of a run."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=True)
+    def __init__(self, terminal: TextIO | None = None) -> None:
+        self.console = Console(file=terminal, highlight=False, soft_wrap=True)
         self.progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description:<24}"),
@@ -100,3 +129,5 @@ class RunConsole:
         else:
             self._enter(f"start: {name}")
             self._bar(f"starting {name}", 1)
+            if not self.console.is_terminal:
+                self.console.print(f"starting {name}")

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from dllm.config import ConfigError
 from recipes.compose import ResolvedRun, resolve_run
@@ -50,9 +51,12 @@ def _netrc() -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def execute(run: ResolvedRun) -> None:
-    """Train, then write plots and summary; what was written stays if the training fails."""
-    from recipes.console import RunConsole
+def execute(run: ResolvedRun) -> dict[str, Any]:
+    """Train, then write plots and summary; what was written stays if the training fails.
+
+    Output of the libraries goes to ``driver.log``; the terminal shows progress only.
+    """
+    from recipes.console import RunConsole, library_output_to
     from recipes.records import RunRecorder
     from recipes.summary import finish_run
 
@@ -60,7 +64,7 @@ def execute(run: ResolvedRun) -> None:
     run.directory.mkdir(parents=True, exist_ok=True)
     run.write_config()
     recorder = RunRecorder(run.directory)
-    with RunConsole() as console:
+    with library_output_to(run.directory / "driver.log") as terminal, RunConsole(terminal) as console:
 
         def listener(event: str, details: dict) -> None:
             recorder(event, details)
@@ -72,8 +76,7 @@ def execute(run: ResolvedRun) -> None:
             train(run.config, listener)
         finally:
             recorder.close()
-    summary = finish_run(run, console.seconds, time.time() - started)
-    print_summary(run.directory, summary)
+        return finish_run(run, console.seconds, time.time() - started)
 
 
 def print_summary(directory: Path, summary: dict) -> None:
@@ -93,6 +96,7 @@ def print_summary(directory: Path, summary: dict) -> None:
         ("summary.json", "this summary"),
         ("checkpoints/", "resume with recipe.run=" + directory.name + " trainer.resume_mode=auto"),
         ("wandb/", "Weights & Biases run"),
+        ("driver.log", "output of the libraries"),
     ):
         if (directory / name).exists():
             print(f"  {name:<14} {what}")
@@ -120,14 +124,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"run {run.directory}", flush=True)
     try:
-        execute(run)
+        print_summary(run.directory, execute(run))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\ninterrupted; what was written is in {run.directory}", file=sys.stderr)
         return 130
+    except Exception as error:
+        print(f"error: {describe_failure(error)}\nwhat was written, and driver.log, are in {run.directory}", file=sys.stderr)
+        return 1
     return 0
+
+
+def describe_failure(error: BaseException) -> str:
+    """A failure in one paragraph: type, message and, for an error in a worker, where it was raised."""
+    cause = getattr(error, "cause", None)
+    text = f"{type(cause or error).__name__}: {cause or error}"
+    lines = [line for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[:1] + (["..."] if len(lines) > 25 else []) + lines[1:][-24:])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,11 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
 
+from dllm.config import ConfigError
+from trainers.reaper import start_reaper
 from trainers.trainer import BlockDiffusionTrainer, Listener
 from trainers.watchdog import Watchdog
 
@@ -34,7 +38,7 @@ def start_ray(config: DictConfig) -> None:
     if os.environ.get("VERL_PLATFORM") == "cpu":
         # The "GPU" slots are logical; Ray refuses more of them than the variable names.
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    ray.init(runtime_env=environment, **options)
+    ray.init(runtime_env=environment, logging_level=logging.ERROR, **options)
 
 
 FORWARDED = (
@@ -66,6 +70,11 @@ def train(config: DictConfig, listener: Listener | None = None) -> None:
     from rollout.verl.agent_loop import BlockDiffusionAgentLoopManager
 
     listener = listener or (lambda event, details: None)
+    try:
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    except (ValueError, AssertionError) as error:
+        raise ConfigError(f"verl refuses the config: {error}") from error
+    start_reaper()
     listener("phase", {"name": "Ray"})
     start_ray(config)
     trainer: BlockDiffusionTrainer | None = None

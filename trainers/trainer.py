@@ -101,7 +101,6 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         columns = {name: data[name] for name in ("old_log_probs", "router_tie", "rm_scores")}
         unbound = {name: value.unbind() for name, value in columns.items()}
         extra, uids, rewards = (list(data[name]) for name in ("extra_fields", "uid", "reward_model"))
-        prompts_and_ties = unbound["router_tie"]
         lines = []
         for i in real:
             line = dict(extra[i][LINE])
@@ -112,11 +111,12 @@ class BlockDiffusionTrainer(PPOTrainerSync):
                 reward=float(unbound["rm_scores"][i].sum()),
                 ground_truth=rewards[i].get("ground_truth"),
                 trainer_logprob=logprob,
-                router_tie=[bool(v) for v in prompts_and_ties[i][-len(logprob) - 1 : -1].tolist()],
+                router_tie=[bool(v) for v in unbound["router_tie"][i][-len(logprob) - 1 : -1].tolist()],
             )
             line.update({k: v for k, v in (extra[i].get("reward_extra_info") or {}).items() if k in ("acc", "malformed")})
             lines.append(line)
-        return sorted(lines, key=lambda line: (line["uid"], line["sampling_params"]["seed"] or 0))
+        # uids are random; this order is the same in every run with one seed.
+        return sorted(lines, key=lambda line: (line["input_ids"], line["sampling_params"]["seed"] or 0))
 
     # Records
 
