@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from tqdm import tqdm
 
 PHASES = ("rollout", "log-probs", "update", "weight refresh")
 _TIMINGS = {
@@ -38,6 +39,9 @@ def library_output_to(log: Path) -> Iterator[TextIO]:
     try:
         yield terminal
     finally:
+        # A bar that a library left open would be drawn on the terminal when the interpreter collects it.
+        for bar in list(getattr(tqdm, "_instances", ())):
+            bar.close()
         terminal.flush()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -75,6 +75,20 @@ def write_algorithm_config(options: Mapping[str, Any]) -> Path:
     return Path(name)
 
 
+def check_prompt(prompt_ids: Sequence[int], mask_id: int, vocab_size: int) -> None:
+    """Refuse a prompt the model cannot take.
+
+    Raises:
+        ConfigError: it is empty, holds the mask token, or an id outside the vocabulary.
+    """
+    if not len(prompt_ids):
+        raise ConfigError("prompt is empty; give it at least one token")
+    if mask_id in prompt_ids:
+        raise ConfigError(f"prompt holds the mask token {mask_id}, which stands for a hidden position; remove it")
+    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+        raise ConfigError(f"prompt has ids outside the vocabulary of {vocab_size}; check the tokenizer")
+
+
 class Engine:
     """A local SGLang engine with one of our decoders.
 
@@ -118,8 +132,9 @@ class Engine:
             }
             self.report = preflight.check_server(requested)
             self.vocab_size = int(load_hf_config(model_path)["vocab_size"])
-            self.block_diffusion = self.report.block_diffusion
-            assert self.block_diffusion is not None
+            diffusion = self.report.block_diffusion
+            assert diffusion is not None
+            self.block_diffusion = diffusion
             if self.report.effective["device"] == "cpu":
                 from rollout.plugin.cpu import prepare_environment
 
@@ -134,21 +149,6 @@ class Engine:
         except BaseException:
             self._remove_config_file()
             raise
-
-    def check_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Refuse a prompt the model cannot take.
-
-        Raises:
-            ConfigError: it is empty, holds the mask token, or an id outside the vocabulary.
-        """
-        if not len(prompt_ids):
-            raise ConfigError("prompt is empty; give it at least one token")
-        if self.block_diffusion.mask_id in prompt_ids:
-            raise ConfigError(
-                f"prompt holds the mask token {self.block_diffusion.mask_id}, which stands for a hidden position; remove it"
-            )
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
-            raise ConfigError(f"prompt has ids outside the vocabulary of {self.vocab_size}; check the tokenizer")
 
     def generate(
         self,
@@ -173,15 +173,13 @@ class Engine:
         """
         params = params or GenerateParams()
         for prompt in prompts:
-            self.check_prompt(prompt)
+            check_prompt(prompt, self.block_diffusion.mask_id, self.vocab_size)
         seen: dict[tuple[int, ...], int] = {}
         jobs = []
         for index, prompt in enumerate(prompts):
             first = seen.get(key := tuple(prompt), 0)
             seen[key] = first + n
-            jobs += [
-                (index, j, None if seed is None else content_seed(seed, prompt, first + j)) for j in range(n)
-            ]
+            jobs += [(index, j, None if seed is None else content_seed(seed, prompt, first + j)) for j in range(n)]
         return self.sglang.loop.run_until_complete(self._generate_all(prompts, jobs, params, n, on_sample))
 
     async def _generate_all(

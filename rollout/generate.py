@@ -1,6 +1,6 @@
 """Offline batch generation: prompts in a file, rollouts with their logs out.
 
-    python -m rollout.generate --model-path DIR --prompts FILE.jsonl --out FILE.jsonl
+python -m rollout.generate --model-path DIR --prompts FILE.jsonl --out FILE.jsonl
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm.config import ConfigError
+from dllm.config import ConfigError, load_hf_config, resolve
 from dllm.decoding import SamplingParams
 from dllm.trace import TraceError
-from rollout.engine import Engine, GenerateParams
+from rollout.engine import Engine, GenerateParams, check_prompt
+from rollout.preflight import read_algorithm_config
 from rollout.records import RolloutError, RolloutSample, read_lines, write_line
 
 
@@ -44,6 +45,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
+    """The checkpoint's tokenizer.
+
+    Raises:
+        ConfigError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    from rollout.hf_config import register_llada2_config
+
+    register_llada2_config()
+    try:
+        return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model path {model_path!r} has no tokenizer that loads ({reason}); add its files, or give prompts as "
+            "'input_ids'"
+        ) from error
+
+
 def load_prompts(path: str, model_path: str, trust_remote_code: bool) -> list[list[int]]:
     """Token ids of every prompt of a file.
 
@@ -64,18 +86,34 @@ def load_prompts(path: str, model_path: str, trust_remote_code: bool) -> list[li
         if not isinstance(line.get("text"), str) and not isinstance(line.get("messages"), list):
             raise ConfigError(f"{path} line {number} has no 'text', 'messages' or 'input_ids'; give one of them")
         if tokenizer is None:
-            from transformers import AutoTokenizer
-
-            from rollout.hf_config import register_llada2_config
-
-            register_llada2_config()
-            tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            tokenizer = load_tokenizer(model_path, trust_remote_code)
         text = line.get("text")
         if text is None:
-            text = tokenizer.apply_chat_template(line["messages"], tokenize=False, add_generation_prompt=True)
+            try:
+                text = tokenizer.apply_chat_template(line["messages"], tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # whatever the checkpoint's template raises
+                raise ConfigError(f"{path} line {number}: the chat template refuses the messages: {error}") from error
         prompts.append(tokenizer(text, add_special_tokens=False).input_ids)
     if not prompts:
         raise ConfigError(f"prompts file {path!r} has no lines; write one JSON object per line")
+    return prompts
+
+
+def checked_prompts(args: argparse.Namespace) -> list[list[int]]:
+    """The prompts of a run, each of which the model can take.
+
+    Raises:
+        ConfigError: the model or the file is missing, or a prompt cannot be taken; the message has its number.
+    """
+    options = read_algorithm_config(args.dllm_algorithm, args.dllm_algorithm_config)
+    mask_id = resolve(args.model_path, block_size=options.get("block_size")).mask_id
+    vocab_size = int(load_hf_config(args.model_path)["vocab_size"])
+    prompts = load_prompts(args.prompts, args.model_path, args.trust_remote_code)
+    for number, prompt in enumerate(prompts, 1):
+        try:
+            check_prompt(prompt, mask_id, vocab_size)
+        except ConfigError as error:
+            raise ConfigError(f"{args.prompts} line {number}: {error}") from error
     return prompts
 
 
@@ -107,7 +145,9 @@ def run(args: argparse.Namespace) -> None:
         sampling = SamplingParams(args.temperature, args.top_p, args.top_k, args.min_p)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    prompts = load_prompts(args.prompts, args.model_path, args.trust_remote_code)
+    if Path(args.out).is_dir():
+        raise ConfigError(f"out={args.out!r} is a directory; give the path of a file")
+    prompts = checked_prompts(args)
     options = {} if args.threshold is None else {"threshold": args.threshold}
     params = GenerateParams(sampling, args.max_new_tokens, args.ignore_eos)
     with Engine(
@@ -122,11 +162,6 @@ def run(args: argparse.Namespace) -> None:
         tp_size=args.tp_size,
     ) as engine:
         print(engine.report.describe(), file=sys.stderr)
-        for number, prompt in enumerate(prompts, 1):
-            try:
-                engine.check_prompt(prompt)
-            except ConfigError as error:
-                raise ConfigError(f"{args.prompts} line {number}: {error}") from error
         writer = OrderedWriter(args.out, len(prompts), args.n)
         tokens = 0
         with tqdm(total=writer.total, desc="rollouts", unit="sample") as bar:

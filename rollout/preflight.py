@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from dllm.config import KNOWN_ARCHITECTURES, BlockDiffusionConfig, ConfigError, load_hf_config, resolve
-from dllm.decoding import DECODERS, check_options, decoder_class
+from dllm.decoding import DECODERS, check_options, decoder_class, make_decoder
 
 FLAGS = (
     "model_path",
@@ -37,6 +37,12 @@ FLAGS = (
     "max_total_tokens",
 )
 """Names of SGLang's server arguments that the checks read or may set."""
+
+SGLANG_ALGORITHMS = ("JointThreshold",)
+"""Algorithms of SGLang 0.5.17 that go by a plain name and have no decoder here; they log nothing."""
+
+TRAINABLE_ARCHITECTURES = ("LLaDA2MoeModelLM",)
+"""Architectures with a trainer model in ``dllm.models``."""
 
 CPU_ATTENTION = "torch_native"
 CPU_MAX_RUNNING = 64
@@ -107,8 +113,12 @@ def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, 
 
 
 def _is_ours(algorithm: str) -> bool:
-    """Whether the name is one of our decoders or of a third party's (not a class of SGLang)."""
-    return algorithm in DECODERS or (":" in algorithm and hasattr(decoder_class(algorithm), "options"))
+    """Whether the name is one of our decoders or of a third party's (not a class of SGLang).
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    return algorithm not in SGLANG_ALGORITHMS and hasattr(decoder_class(algorithm), "options")
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -167,7 +177,7 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False) -> Report:
         ConfigError: something would fail or silently go wrong later.
     """
     report = Report(dict(flags), dict(flags))
-    get = lambda name: report.effective.get(name)  # noqa: E731
+    get = lambda name: report.effective.get(name)
     config = load_hf_config(flags["model_path"])
     architecture = (config.get("architectures") or ["unknown"])[0]
     algorithm = get("dllm_algorithm")
@@ -180,14 +190,26 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False) -> Report:
         return report
 
     options = read_algorithm_config(algorithm, get("dllm_algorithm_config"))
-    diffusion = resolve(flags["model_path"], block_size=options.get("block_size"))
+    diffusion = resolve(flags["model_path"], block_size=options.pop("block_size", None))
     report.block_diffusion = diffusion
+    if _is_ours(algorithm):
+        make_decoder(algorithm, diffusion.mask_id, options)
+    elif training:
+        raise ConfigError(
+            f"dllm_algorithm={algorithm!r} logs no log-probs to train on; use one of {sorted(DECODERS)} or a decoder "
+            "of your own as 'package.module:Class'"
+        )
+    if training and architecture not in TRAINABLE_ARCHITECTURES:
+        raise ConfigError(
+            f"architecture {architecture!r} of {flags['model_path']} cannot be trained; use one of "
+            f"{sorted(TRAINABLE_ARCHITECTURES)}"
+        )
     _check_parallelism(report, training)
     _fill_device(report, config)
     _check_geometry(report, diffusion.block_size)
     running = get("max_running_requests")
     if running is None:
-        device = get("device")
+        device = str(get("device"))
         limit = CPU_MAX_RUNNING if device == "cpu" else GPU_MAX_RUNNING
         chosen = choose_max_running_requests(
             int(config["vocab_size"]), diffusion.block_size, device_memory_bytes(device), limit

@@ -19,7 +19,7 @@ from verl.utils.config import validate_config
 from dllm.config import ConfigError
 from trainers.reaper import start_reaper
 from trainers.trainer import BlockDiffusionTrainer, Listener
-from trainers.watchdog import Watchdog
+from trainers.watchdog import Watchdog, worker_died
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ def train(config: DictConfig, listener: Listener | None = None) -> None:
             )
             trainer.fit(manager)
         succeeded = True
+    except ray.exceptions.ActorDiedError as error:
+        raise worker_died(error) from error
     finally:
         tracking = getattr(trainer, "logger", None)
         if tracking is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Sequence
@@ -74,6 +75,17 @@ class Watchdog:
     def __exit__(self, *exception: object) -> None:
         self.stopped.set()
         signal.signal(signal.SIGUSR2, self.previous)
+
+
+def worker_died(error: ray.exceptions.ActorDiedError) -> WorkerDied:
+    """Ray's report of a dead actor as ours: its name and the end of its log."""
+    text = str(error)
+    details = dict(re.findall(r"^\s*(class_name|name|pid): (.+)$", text, re.MULTILINE))
+    name = details.get("name") or details.get("class_name") or "a worker"
+    if not details.get("pid", "").isdigit():
+        return WorkerDied(f"{name} died: {text.splitlines()[0]}")
+    pid = int(details["pid"])
+    return WorkerDied(f"{name} (process {pid}) died; the end of its log:\n{log_tail(pid)}")
 
 
 def log_tail(pid: int) -> str:

@@ -6,6 +6,7 @@ SGLang's internals; each hook is in the module of what it changes:
     settings.py     block size, mask id and batch limit of the engine; preflight before the start
     algorithm.py    our decoders behind SGLang's ``DllmAlgorithm`` interface
     finish.py       where a response stops, and the log that leaves with it
+    abort.py        aborts at a block boundary
     version.py      which weights a block was decoded with
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
 """
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Install all hooks; called once per process by SGLang's plugin loader."""
-    from rollout.plugin import algorithm, cpu, finish, settings, version
+    from rollout.plugin import abort, algorithm, cpu, finish, settings, version
 
     cpu.prepare_environment()
-    for module in (settings, algorithm, finish, version, cpu):
+    for module in (settings, algorithm, finish, abort, version, cpu):
         module.install()

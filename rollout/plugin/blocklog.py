@@ -78,9 +78,7 @@ class BlockLog:
     def collect(self, slot: Tensor, weight_version: str) -> list[BlockRecord]:
         """Records of the finished blocks in ``slot`` (int64 [k]), in one transfer."""
         floats = self.values[:, slot].permute(1, 0, 2)
-        whole = torch.cat(
-            [floats, self.reveal_step[slot][:, None].float(), self.given[slot][:, None].float()], 1
-        ).cpu()
+        whole = torch.cat([floats, self.reveal_step[slot][:, None].float(), self.given[slot][:, None].float()], 1).cpu()
         return [
             BlockRecord(
                 given=int(row[4].sum()),

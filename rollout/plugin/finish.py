@@ -116,5 +116,3 @@ def install() -> None:
     HookRegistry.register(
         "sglang.srt.managers.schedule_batch.Req.update_finish_state", _update_finish_state, HookType.AROUND
     )
-
-

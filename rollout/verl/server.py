@@ -94,7 +94,7 @@ def server_class() -> type:
                 self._repair_server_info()
 
         def _repair_server_info(self) -> None:
-            """verl 0.9.1 takes SGLang 0.5.17's port arguments for its scheduler info; ``/server_info`` needs the latter."""
+            """verl 0.9.1 takes SGLang 0.5.17's port arguments for its scheduler info, which ``/server_info`` needs."""
             from sglang.srt.entrypoints.http_server import _GlobalState, set_global_state
 
             set_global_state(

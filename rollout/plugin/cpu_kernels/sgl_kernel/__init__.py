@@ -23,9 +23,7 @@ def assign_req_to_token_pool_cpu(
 ) -> None:
     """Write consecutive runs of ``out_cache_loc`` into ``req_to_token[request, start:end]``, request by request."""
     taken = 0
-    for request, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[request, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
         taken += end - start
 
