@@ -164,11 +164,10 @@ def resolve(
     ):
         match = next(candidates(name, flag, keys, token_key), None)
         if match is None:
-            flag_name = name.replace("_", "-")
             raise ConfigError(
                 f"{name} of architecture {architecture!r} is not named by {model_dir} (config.json, "
-                f"generation_config.json, tokenizer) and the architecture is not one of "
-                f"{sorted(KNOWN_ARCHITECTURES)}; add {keys[0]!r} to config.json or pass --{flag_name}"
+                f"generation_config.json, tokenizer), and none of the known architectures "
+                f"{sorted(KNOWN_ARCHITECTURES)} supplies one that fits; add {keys[0]!r} to config.json"
             )
         found[name], sources[name] = match
 
@@ -187,11 +186,14 @@ def _check(config: BlockDiffusionConfig, vocab_size: int | None) -> None:
             "use the block size the checkpoint was trained with"
         )
     if not isinstance(config.mask_id, int) or config.mask_id < 0:
-        raise ConfigError(f"mask_id={config.mask_id!r} (from {where['mask_id']}) is not a token id")
+        raise ConfigError(
+            f"mask_id={config.mask_id!r} (from {where['mask_id']}) is not a token id; add the right 'mask_token_id' to "
+            "config.json"
+        )
     if vocab_size is not None and config.mask_id >= vocab_size:
         raise ConfigError(
             f"mask_id={config.mask_id} (from {where['mask_id']}) is outside the vocabulary of {vocab_size}; "
-            "add the right 'mask_token_id' to config.json or pass --mask-id"
+            "add the right 'mask_token_id' to config.json"
         )
     if config.mask_id in config.eos_ids:
         raise ConfigError(

@@ -184,7 +184,7 @@ def pack(
             cursor = end
     joined = [np.concatenate(column) if targets else np.zeros(0, np.int64) for column in zip(*targets, strict=True)]
     joined = joined or [np.zeros(0, np.int64)] * 5
-    as_tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))  # noqa: E731
+    as_tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
     return PackedBatch(
         as_tensor(ids),
         as_tensor(position),

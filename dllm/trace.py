@@ -186,4 +186,3 @@ def _versions(line: Mapping[str, Any]) -> list[str]:
     if "weight_versions" in line:
         return [str(v) for v in line["weight_versions"]]
     return [str(line.get("weight_version", ""))] * len(line["steps_per_block"])
-

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from dllm.config import ConfigError
-from dllm.decoding import check_options
+from dllm.decoding import make_decoder
 from recipes.settings import DllmSettings, RecipeSettings, typed
 from rollout import preflight
 
@@ -108,8 +108,8 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
     resumed = (directory / "metrics.jsonl").exists()
     if resumed and config.trainer.resume_mode == "disable":
         raise ConfigError(
-            f"recipe.run={recipe.run!r} already exists in {directory.parent}; add trainer.resume_mode=auto to go on with "
-            "it, or choose another name"
+            f"recipe.run={recipe.run!r} already exists in {directory.parent}; add trainer.resume_mode=auto to go on "
+            "with it, or choose another name"
         )
     report = check_engine(config, dllm)
     _check_lengths(config, report)
@@ -134,9 +134,9 @@ def check_engine(config: DictConfig, dllm: DllmSettings) -> preflight.Report:
         ConfigError: see ``rollout.preflight``.
     """
     rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-    if OmegaConf.is_missing(model, "path"):
+    if model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set; give it the directory of a LLaDA2 checkpoint")
-    check_options(dllm.algorithm, dllm.options)
+    make_decoder(dllm.algorithm, 0, dllm.options)
     engine_kwargs = OmegaConf.to_container(rollout.engine_kwargs, resolve=True)
     flags = {
         "model_path": model.path,

@@ -31,6 +31,7 @@ def prepare_environment(hardware: str, run_dir: Path) -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
     os.environ["WANDB_DIR"] = str(run_dir)
     os.environ.setdefault("WANDB_SILENT", "true")
@@ -132,7 +133,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\ninterrupted; what was written is in {run.directory}", file=sys.stderr)
         return 130
     except Exception as error:
-        print(f"error: {describe_failure(error)}\nwhat was written, and driver.log, are in {run.directory}", file=sys.stderr)
+        print(
+            f"error: {describe_failure(error)}\nwhat was written, and driver.log, are in {run.directory}",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

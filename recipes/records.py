@@ -17,7 +17,11 @@ class RunRecorder:
     """Listener that appends every step and every validation to ``metrics.jsonl``."""
 
     def __init__(self, directory: Path) -> None:
-        self.file = (directory / "metrics.jsonl").open("a", encoding="utf-8")
+        path = directory / "metrics.jsonl"
+        cut = path.is_file() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self.file = path.open("a", encoding="utf-8")
+        if cut:  # half a line of a killed run: the next record starts behind it
+            self.file.write("\n")
 
     def __call__(self, event: str, details: dict[str, Any]) -> None:
         if event == "step_end":

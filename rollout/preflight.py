@@ -113,12 +113,15 @@ def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, 
 
 
 def _is_ours(algorithm: str) -> bool:
-    """Whether the name is one of our decoders or of a third party's (not a class of SGLang).
+    """Whether the name is one of our decoders or of a third party's, and not SGLang's (whose modules this one never
+    imports).
 
     Raises:
         ConfigError: there is no such algorithm.
     """
-    return algorithm not in SGLANG_ALGORITHMS and hasattr(decoder_class(algorithm), "options")
+    if algorithm in SGLANG_ALGORITHMS or algorithm.startswith("sglang."):
+        return False
+    return hasattr(decoder_class(algorithm), "options")
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
@@ -263,7 +266,13 @@ def _fill_device(report: Report, config: Mapping[str, Any]) -> None:
             report.set("sleep_on_idle", True, "an idle scheduler would spin on a whole core")
         if get("max_total_tokens") is None:
             report.set("max_total_tokens", cpu_kv_tokens(config), "unset; a KV cache of at most 5 % of the memory")
-    elif not get("disable_cuda_graph") and get("attention_backend") not in (None, "flashinfer"):
+        return
+    if get("attention_backend") is None:
+        fp32 = get("dtype") == "float32"
+        report.set("attention_backend", "triton" if fp32 else "flashinfer", "fp32" if fp32 else "runs with CUDA graphs")
+        if fp32 and not get("disable_cuda_graph"):
+            report.set("disable_cuda_graph", True, "no backend captures graphs of block diffusion in fp32")
+    if not get("disable_cuda_graph") and get("attention_backend") != "flashinfer":
         raise ConfigError(
             f"attention_backend={get('attention_backend')!r} cannot capture CUDA graphs of block diffusion; use "
             "'flashinfer' or add --disable-cuda-graph"

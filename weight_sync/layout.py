@@ -13,7 +13,6 @@ from dllm.models.checkpoint import FP32_SUFFIXES, split_experts
 from dllm.models.llada2 import LLaDA2Config
 
 
-
 class LayoutError(ValueError):
     """Tensors do not match what the engine needs; nothing was sent."""
 

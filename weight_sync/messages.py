@@ -38,7 +38,9 @@ class BucketSpec:
     @classmethod
     def decode(cls, text: str) -> BucketSpec:
         raw = json.loads(text)
-        raw["placements"] = [Placement(p["name"], tuple(p["shape"]), p["dtype"], p["offset"]) for p in raw["placements"]]
+        raw["placements"] = [
+            Placement(p["name"], tuple(p["shape"]), p["dtype"], p["offset"]) for p in raw["placements"]
+        ]
         return cls(**raw)
 
 

@@ -69,9 +69,11 @@ class SamplingBatch:
     all_greedy: bool
 
     @classmethod
-    def from_params(cls, params: list[SamplingParams], seeds: list[int], device: torch.device | str = "cpu"):
+    def from_params(
+        cls, params: list[SamplingParams], seeds: list[int], device: torch.device | str = "cpu"
+    ) -> SamplingBatch:
         """Stack the parameters of n requests; ``seeds`` are their int64 seeds."""
-        as_float = lambda values: torch.tensor(values, dtype=torch.float32, device=device)  # noqa: E731
+        as_float = lambda values: torch.tensor(values, dtype=torch.float32, device=device)
         return cls(
             temperature=as_float([1.0 if p.greedy else p.temperature for p in params]),
             top_p=as_float([p.top_p for p in params]),

@@ -154,6 +154,8 @@ class MLP(nn.Module):
 class Router(nn.Module):
     """Sigmoid scores; the choice is by score + bias, limited to the best groups; the weights are the scores."""
 
+    expert_bias: Tensor
+
     def __init__(self, config: LLaDA2Config) -> None:
         super().__init__()
         self.config = config

@@ -52,6 +52,23 @@ def _attach_tail(req: Any) -> None:
     info[BLOCK_KEY][end - 1] = summary
 
 
+def _string_stops(req: Any, fresh: int) -> list[tuple[int, Any]]:
+    """(length, reason) of every stop string and pattern that ends the response; stock takes the first of its list."""
+    params, stops = req.sampling_params, []
+    strings, patterns = params.stop_strs, params.stop_regex_strs
+    try:
+        for one in [([s], []) for s in strings] + [([], [p]) for p in patterns]:
+            params.stop_strs, params.stop_regex_strs = one
+            req.finished_reason, req.finished_len = None, None
+            # A pattern that cannot be compiled sets a reason without a match.
+            if req._check_str_based_finish(fresh) or req.finished_reason is not None:
+                length = req.finished_len if req.finished_len is not None else len(req.output_ids)
+                stops.append((length, req.finished_reason))
+    finally:
+        params.stop_strs, params.stop_regex_strs = strings, patterns
+    return stops
+
+
 def earliest_stop(req: Any, accepted: int) -> None:
     """Set ``finished_reason`` and ``finished_len`` from the first stop among the newly accepted tokens.
 
@@ -67,10 +84,8 @@ def earliest_stop(req: Any, accepted: int) -> None:
         found = []
         if fresh and req._check_token_based_finish(req.output_ids[len(req.output_ids) - fresh :]):
             found.append((req.finished_len, req.finished_reason))
+        found += _string_stops(req, fresh) if fresh else []
         req.finished_reason, req.finished_len = None, None
-        if fresh and req._check_str_based_finish(fresh):
-            length = req.finished_len if req.finished_len is not None else len(req.output_ids)
-            found.append((length, req.finished_reason))
         if found:
             req.finished_len, req.finished_reason = min(found, key=lambda item: item[0])
         elif len(req.output_ids) >= limit:

@@ -1,0 +1,214 @@
+"""The real engine, started once per configuration and never two at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from dllm.decoding import SamplingParams
+from rollout.engine import Engine
+from rollout.plugin.cpu import cpu_environment
+from rollout.records import RolloutSample, sample_from_response
+from tests.integration.oracle import THRESHOLD, Case, TinyModel, make
+from tests.support import child_environment, threads
+from weight_sync.control import LOADER
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """The networks here are small: threads would spend their time waiting for each other."""
+    with threads(1):
+        yield
+
+
+class OneAtATime:
+    """Holds the heavy thing that runs at present; another one replaces it."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.running: Any = None
+
+    def use(self, name: str, start: Callable[[], Any]) -> Any:
+        """What runs under ``name``; started by ``start()`` if it is not the present one. It has ``close()``."""
+        if self.name != name:
+            self.close()
+            self.running, self.name = start(), name
+        return self.running
+
+    def close(self) -> None:
+        if self.running is not None:
+            self.running.close()
+        self.name, self.running = None, None
+
+
+@pytest.fixture(scope="session")
+def heavy() -> Iterator[OneAtATime]:
+    holder = OneAtATime()
+    yield holder
+    holder.close()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> TinyModel:
+    return make(tmp_path_factory.mktemp("tiny"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def mask_likely(tmp_path_factory) -> TinyModel:
+    """The same shape with other weights, whose head makes the mask token as likely as any other."""
+    return make(tmp_path_factory.mktemp("mask_likely"), seed=2, head_std=0.3)
+
+
+@dataclass
+class Request:
+    """One request and what the engine was asked for."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    max_new_tokens: int = 50
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, case: Case, **changes: Any) -> Request:
+        """The request of a case of the oracle."""
+        return cls(case.prompt, case.sampling, case.seed, **changes)
+
+    def sglang(self) -> dict[str, Any]:
+        s = self.sampling
+        given = {"temperature": s.temperature, "top_p": s.top_p, "top_k": s.top_k, "min_p": s.min_p}
+        if self.seed is not None:
+            given["sampling_seed"] = self.seed
+        return given | {"max_new_tokens": self.max_new_tokens} | self.more
+
+
+class Server:
+    """Stock SGLang's HTTP server with this package's plugin, as a user starts it."""
+
+    def __init__(self, tiny: TinyModel, directory: Path, **flags: Any) -> None:
+        self.block_size = tiny.config.block_size
+        options = directory / "algorithm.yaml"
+        options.write_text(yaml.safe_dump({"threshold": THRESHOLD}))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        given = {
+            "model-path": tiny.path,
+            "dllm-algorithm": "SelectThenSample",
+            "dllm-algorithm-config": options,
+            "device": "cpu",
+            "host": "127.0.0.1",
+            "port": port,
+            "custom-weight-loader": LOADER,
+            "grammar-backend": "none",
+            "log-level": "warning",
+        } | flags
+        arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        self.log = directory / "server.log"
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = httpx.Client(base_url=self.url, timeout=300)
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "sglang.launch_server", *arguments, "--skip-server-warmup"],
+                env=child_environment(OMP_NUM_THREADS="1", **cpu_environment()),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait(300)
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
+            with suppress(httpx.HTTPError):
+                if self.client.get("/health").status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"the server did not answer within {seconds:.0f} s:\n{self.tail()}")
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+
+    def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """SGLang's raw answers; the requests arrive together."""
+        body = {
+            "input_ids": [list(r.prompt) for r in requests],
+            "sampling_params": [r.sglang() for r in requests],
+        }
+        answer = self.client.post("/generate", json=body)
+        assert answer.status_code == 200, f"{answer.text[:2000]}\n{self.tail()}"
+        return answer.json()
+
+    def generate(self, requests: Sequence[Request]) -> list[RolloutSample]:
+        return [
+            sample_from_response(answer, r.prompt, self.block_size, r.sampling, r.max_new_tokens, r.seed)
+            for answer, r in zip(self.answers(requests), requests, strict=True)
+        ]
+
+    def one(self, prompt: Sequence[int], **arguments: Any) -> RolloutSample:
+        return self.generate([Request(prompt, **arguments)])[0]
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 15)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, 9)
+        self.process.wait(20)
+        self.client.close()
+
+
+@pytest.fixture
+def server(heavy, tiny, tmp_path_factory) -> Server:
+    """First-done-first-out scheduling and radix cache, the defaults."""
+    return heavy.use("server", lambda: Server(tiny, tmp_path_factory.mktemp("server")))
+
+
+class LocalEngine:
+    """``rollout.engine.Engine`` in this process, which gets its environment back at the end."""
+
+    def __init__(self, tiny: TinyModel, **arguments: Any) -> None:
+        self.environment, self.path = dict(os.environ), list(sys.path)
+        os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+        self.engine = Engine(tiny.path, device="cpu", options={"threshold": THRESHOLD}, **arguments)
+
+    def close(self) -> None:
+        self.engine.close()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.path[:] = self.path
+
+
+@pytest.fixture
+def synchronous(heavy, tiny) -> Engine:
+    """A whole batch of blocks until all are done, and no radix cache: the opposite of the server's settings."""
+    start = lambda: LocalEngine(tiny, dllm_fdfo=False, disable_radix_cache=True)
+    return heavy.use("synchronous", start).engine
+
+
+STOCK = "sglang.srt.dllm.algorithm.low_confidence:LowConfidence"
+
+
+@pytest.fixture
+def stock(heavy, tiny) -> Engine:
+    """SGLang's own LowConfidence, unchanged."""
+    return heavy.use("stock", lambda: LocalEngine(tiny, dllm_algorithm=STOCK)).engine

@@ -1,0 +1,69 @@
+"""``rollout.engine.Engine`` with synchronous blocks and without radix cache, against the reference decoder."""
+
+from __future__ import annotations
+
+import pytest
+
+from dllm.config import ConfigError
+from dllm.decoding import SamplingParams
+from rollout.engine import GenerateParams, content_seed, greedy
+from tests.integration.oracle import assert_same
+from tests.integration.test_engine_decoding import LENGTHS, TEMPERATURES
+
+PARAMS = GenerateParams(max_new_tokens=50)
+
+
+def first_seed(prompt: list[int]) -> int:
+    return content_seed(4, prompt, 0)
+
+
+def test_settings_are_the_opposite_of_the_defaults(synchronous):
+    args = synchronous.sglang.server_args
+    assert args.dllm_fdfo is False and args.disable_radix_cache is True
+    assert synchronous.report.effective["max_running_requests"] > 1
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_batched_together(synchronous, tiny, temperature):
+    params = GenerateParams(SamplingParams(temperature), 50)
+    cases = [tiny.case(n, params.sampling, seed_of=first_seed) for n in LENGTHS]
+    samples = synchronous.generate([c.prompt for c in cases], params, seed=4)
+    for (sample,), case in zip(samples, cases, strict=True):
+        assert sample.seed == case.seed
+        assert_same(sample.trace, case.trace)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_single_and_repeated(synchronous, tiny, length):
+    """Without a cache the second time computes everything again; the result is the same."""
+    case = tiny.case(length, seed_of=first_seed)
+    for _ in range(2):
+        ((sample,),) = synchronous.generate([case.prompt], PARAMS, seed=4)
+        assert_same(sample.trace, case.trace)
+
+
+def test_samples_of_a_group(synchronous, tiny):
+    """Equal prompts count as further samples; at temperature 1 they are diverse, at 0 identical."""
+    prompt = tiny.prompt(12)
+    (group,) = synchronous.generate([prompt], PARAMS, n=6, seed=3)
+    assert [s.seed for s in group] == [content_seed(3, prompt, i) for i in range(6)]
+    repeated = [s.seed for samples in synchronous.generate([prompt] * 3, PARAMS, n=2, seed=3) for s in samples]
+    assert repeated == [s.seed for s in group]
+    assert len({tuple(s.trace.replay_ids.tolist()) for s in group}) == 6
+    (cold,) = synchronous.generate([prompt], greedy(PARAMS), n=6, seed=3)
+    assert len({tuple(s.trace.replay_ids.tolist()) for s in cold}) == 1
+
+
+def test_samples_are_announced_when_they_are_complete(synchronous, tiny):
+    seen = []
+    prompts = [tiny.prompt(5), tiny.prompt(40)]
+    result = synchronous.generate(prompts, PARAMS, n=2, seed=0, on_sample=lambda p, s, made: seen.append((p, s, made)))
+    assert sorted((p, s) for p, s, _ in seen) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(result[p][s] is made for p, s, made in seen)
+
+
+def test_a_bad_prompt_is_refused_before_anything_is_generated(synchronous, tiny):
+    seen = []
+    with pytest.raises(ConfigError, match="prompt holds the mask token 5, which stands for a hidden position"):
+        synchronous.generate([tiny.prompt(5), [7, 5]], on_sample=lambda *event: seen.append(event))
+    assert not seen

@@ -1,0 +1,249 @@
+"""The recipe's config: every group composes, and what cannot work is refused before anything is written."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from dllm.config import ConfigError
+from recipes import grpo_llada2
+from recipes.compose import CONFIG_DIR, compose_config, resolve_run
+
+GROUPS = {group.name: sorted(f.stem for f in group.glob("*.yaml")) for group in CONFIG_DIR.iterdir() if group.is_dir()}
+ROOTS = sorted(f.stem for f in CONFIG_DIR.glob("*.yaml"))
+
+
+@pytest.fixture
+def resolve(tiny_dir, tmp_path):
+    """``resolve_run`` for the tiny checkpoint, with its output below a temporary directory."""
+
+    def run(*overrides: str, hardware: str = "cpu", dry: bool = True):
+        given = [
+            f"actor_rollout_ref.model.path={tiny_dir}",
+            f"recipe.output_dir={tmp_path / 'runs'}",
+            f"recipe.cache_dir={tmp_path / 'cache'}",
+            "task.val_size=4",
+            "task.sft_size=0",
+            "task.train_size=16",
+            f"recipe.dry_run={str(dry).lower()}",
+        ]
+        run = resolve_run([*given, *overrides], hardware)
+        assert dry is False or not (tmp_path / "runs").exists()
+        return run
+
+    return run
+
+
+def test_the_groups_are_there():
+    assert "grpo_llada2" in ROOTS
+    assert {"hardware", "model", "task"} <= GROUPS.keys()
+    assert {"cpu", "gpu1", "gpus"} <= set(GROUPS["hardware"])
+    assert {"tiny", "llada2_mini", "llada2_flash"} <= set(GROUPS["model"])
+    assert {"chain_sum", "parquet"} <= set(GROUPS["task"])
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_every_root_composes(name):
+    assert compose_config(name, [])
+
+
+@pytest.mark.parametrize(("hardware", "model"), itertools.product(GROUPS["hardware"], GROUPS["model"]))
+def test_hardware_and_model_resolve(resolve, hardware, model):
+    """With a model path, every pair passes its preflight and has no key that is missing or cannot be resolved."""
+    run = resolve(f"model={model}", hardware=hardware)
+    assert not {key for key in OmegaConf.missing_keys(run.config) if not key.startswith("reward.reward_model.")}
+    plain = OmegaConf.to_container(run.config, resolve=True)
+    assert plain["actor_rollout_ref"]["rollout"]["name"] == "sglang_dllm"
+    assert plain["trainer"]["device"] == ("cpu" if hardware == "cpu" else "cuda")
+    assert plain["actor_rollout_ref"]["rollout"]["engine_kwargs"]["sglang_dllm"] == {
+        "algorithm": "SelectThenSample",
+        "options": {"threshold": 0.95},
+    }
+    assert run.report.effective["device"] == ("cpu" if hardware == "cpu" else "cuda")
+    assert run.report.block_diffusion.block_size == 32
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        assert plain["trainer"][key].startswith(str(run.directory))
+
+
+@pytest.mark.parametrize("task", sorted(set(GROUPS["task"]) - {"parquet"}))
+def test_tasks_resolve(tiny_dir, tmp_path, task):
+    overrides = [f"task={task}", f"actor_rollout_ref.model.path={tiny_dir}", "recipe.dry_run=true"]
+    run = resolve_run([*overrides, f"recipe.output_dir={tmp_path}"], "cpu")
+    assert task in run.config.data.train_files and task in run.config.data.val_files
+
+
+def test_the_default_run_has_at_least_256_held_out_prompts():
+    config = compose_config("grpo_llada2", ["hardware=cpu"])
+    assert config.task.name == "chain_sum" and config.task.val_size >= 256
+
+
+def test_prompts_are_built_and_disjoint(resolve):
+    import pandas as pd
+
+    run = resolve("recipe.run=a", dry=False)
+    train, held_out = (pd.read_parquet(run.config.data[key]) for key in ("train_files", "val_files"))
+    assert (len(train), len(held_out)) == (16, 4)
+    assert not {str(p) for p in train.prompt} & {str(p) for p in held_out.prompt}
+
+
+def test_a_path_is_used_instead_of_the_checkpoint_that_ships(resolve, tiny_dir):
+    assert resolve().report.effective["model_path"] == str(tiny_dir)
+
+
+def test_verl_overrides_reach_the_config(resolve):
+    run = resolve("actor_rollout_ref.rollout.n=3", "trainer.total_training_steps=7", "algorithm.adv_estimator=rloo")
+    assert run.config.actor_rollout_ref.rollout.n == 3
+    assert run.config.trainer.total_training_steps == 7
+    assert run.config.algorithm.adv_estimator == "rloo"
+
+
+def test_seed_reaches_the_data(resolve):
+    assert resolve("recipe.seed=5").config.data.seed == 5
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("foo.bar=1", r"Could not override 'foo.bar'.*recipe.dry_run=true prints every key"),
+        (
+            "actor_rollout_ref.rollout.nn=8",
+            r"Could not override 'actor_rollout_ref.rollout.nn'.*Key 'nn' is not in struct",
+        ),
+        ("dllm.threshold=0.9", r"Could not override 'dllm.threshold'"),
+        ("recipe.name=a", r"Could not override 'recipe.name'"),
+        ("data.train_batch_size", r"Error parsing override 'data.train_batch_size'"),
+        (
+            "+dllm.options.treshold=0.9",
+            r"'treshold' is not an option of SelectThenSample; valid keys are \['threshold'\]",
+        ),
+        ("dllm.options.threshold=2", r"threshold=2 is not in \(0, 1\]; LLaDA2 uses 0.95"),
+        ("dllm.options.threshold=high", r"threshold='high' has the wrong type; expected float"),
+        ("dllm.algorithm=Sample", r"dllm algorithm 'Sample' does not exist; use one of"),
+        ("dllm.likelihood=guess", r"dllm.likelihood='guess' does not exist; use one of \['exact'\]"),
+        ("dllm.max_logprob_diff=small", r"dllm.max_logprob_diff: Value 'small' of type 'str' could not be converted"),
+        ("recipe.seed=zero", r"recipe.seed: Value 'zero' of type 'str' could not be converted to Integer"),
+        ("task=nothing", r"Could not find 'task/nothing' Available options in 'task': .*chain_sum"),
+        ("task.name=nothing", r"task.name='nothing' does not exist in reasoning-gym .*; use one of"),
+        ("+task.params.max_term=3", r"task.params.max_term=3 is not a parameter of chain_sum; valid keys are"),
+        ("model=nothing", r"Could not find 'model/nothing' Available options in 'model'"),
+        ("actor_rollout_ref.model.path=nowhere", r"model path 'nowhere' is not a directory; pass a local Hugging Face"),
+        (
+            "actor_rollout_ref.rollout.max_num_seqs=1",
+            r"max_running_requests=1 .*actor_rollout_ref.rollout.max_num_seqs",
+        ),
+        (
+            "actor_rollout_ref.rollout.n=1",
+            r"actor_rollout_ref.rollout.n=1 leaves GRPO without a group .*; use at least 2",
+        ),
+        ("data.max_response_length=8", r"data.max_response_length=8 is shorter than a block of 32 tokens; raise it to"),
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.sglang.page_size=48",
+            r"page_size=48 is not a multiple of the block size 32; use one, or leave it unset",
+        ),
+    ],
+)
+def test_refusals(resolve, override, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve(override)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_unknown_hardware(resolve):
+    with pytest.raises(
+        ConfigError, match=r"Could not find 'hardware/tpu' Available options in 'hardware': cpu gpu1 gpus"
+    ):
+        resolve(hardware="tpu")
+
+
+@pytest.mark.parametrize("model", ["llada2_mini", "llada2_flash"])
+def test_a_published_model_needs_a_path(model):
+    with pytest.raises(ConfigError, match="actor_rollout_ref.model.path is not set; give it the directory of a LLaDA2"):
+        resolve_run([f"model={model}", "recipe.dry_run=true"], "cpu")
+
+
+class TestParquetTask:
+    def resolve(self, tiny_dir, tmp_path, *overrides):
+        given = [f"actor_rollout_ref.model.path={tiny_dir}", f"recipe.output_dir={tmp_path}", "task=parquet"]
+        return resolve_run([*given, *overrides, "recipe.run=a"], "cpu")
+
+    def test_files_by_path(self, resolve, tiny_dir, tmp_path):
+        built = resolve("recipe.run=a", dry=False).config.data
+        files = [f"task.train_files=[{built.train_files}]", f"task.val_files=[{built.val_files}]"]
+        data = self.resolve(tiny_dir, tmp_path, *files).config.data
+        assert (data.train_files, data.val_files) == (built.train_files, built.val_files)
+
+    @pytest.mark.parametrize(
+        ("files", "message"),
+        [
+            ([], "task.train_files is empty; name at least one parquet file"),
+            (
+                ["task.train_files=[no.parquet]", "task.val_files=[no.parquet]"],
+                "task.train_files: 'no.parquet' is not a file; give the path of a parquet file",
+            ),
+        ],
+    )
+    def test_refusals(self, tiny_dir, tmp_path, files, message):
+        with pytest.raises(ConfigError, match=message):
+            self.resolve(tiny_dir, tmp_path, *files)
+
+
+class TestExistingRuns:
+    def prepare(self, tmp_path):
+        directory = tmp_path / "runs" / "old"
+        directory.mkdir(parents=True)
+        (directory / "metrics.jsonl").write_text("{}\n")
+
+    def arguments(self, tiny_dir, tmp_path, *more):
+        return [
+            f"actor_rollout_ref.model.path={tiny_dir}",
+            f"recipe.output_dir={tmp_path / 'runs'}",
+            "recipe.run=old",
+            "recipe.dry_run=true",
+            *more,
+        ]
+
+    def test_refused_without_resume(self, tiny_dir, tmp_path):
+        self.prepare(tmp_path)
+        with pytest.raises(ConfigError, match=r"recipe.run='old' already exists in .*; add trainer.resume_mode=auto"):
+            resolve_run(self.arguments(tiny_dir, tmp_path), "cpu")
+
+    def test_continued_with_resume(self, tiny_dir, tmp_path):
+        self.prepare(tmp_path)
+        run = resolve_run(self.arguments(tiny_dir, tmp_path, "trainer.resume_mode=auto"), "cpu")
+        assert run.resumed and run.directory == (tmp_path / "runs" / "old").resolve()
+
+    def test_a_new_name_is_a_new_run(self, tiny_dir, tmp_path):
+        run = resolve_run(self.arguments(tiny_dir, tmp_path, "trainer.resume_mode=auto"), "cpu")
+        assert not run.resumed and run.config.trainer.experiment_name == "old"
+
+
+class TestCommand:
+    def test_dry_run_prints_and_starts_nothing(self, tiny_dir, tmp_path, capsys):
+        code = grpo_llada2.main(
+            [
+                "hardware=cpu",
+                "recipe.dry_run=true",
+                f"recipe.output_dir={tmp_path / 'runs'}",
+                f"actor_rollout_ref.model.path={tiny_dir}",
+            ]
+        )
+        out = capsys.readouterr().out
+        assert code == 0 and "preflight: ok" in out
+        assert "name: sglang_dllm" in out and "mask_id=" in out
+        first = out.splitlines()[0]
+        assert first.startswith("hardware=cpu (as asked); ")
+        assert json.loads(first.partition("; ")[2])["fp32_gflops_per_core"] > 0
+        assert not (tmp_path / "runs").exists()
+
+    def test_a_refusal_is_one_sentence_and_code_2(self, capsys):
+        assert grpo_llada2.main(["hardware=cpu", "no.such.key=1"]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: Could not override 'no.such.key'.")
+        assert len(captured.err.splitlines()) == 1 and "Traceback" not in captured.err
+
+    def test_help(self, capsys):
+        assert grpo_llada2.main(["--help"]) == 0
+        assert "python -m recipes.grpo_llada2" in capsys.readouterr().out

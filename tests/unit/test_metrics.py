@@ -1,0 +1,69 @@
+"""Numbers of a step: engine against trainer, diversity, decoding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support import rollout_line as line
+from trainers.metrics import (
+    difference_summary,
+    group_diversity,
+    logprob_differences,
+    replay_field,
+    step_metrics,
+)
+
+
+def test_a_field_over_the_whole_replay():
+    assert replay_field(line(), "logprob") == [-1.0, -2.0, -3.0, -4.0]
+
+
+def test_differences_cover_drawn_tokens_of_the_tail_too():
+    first = line(trainer=(-1.0, -2.5, -3.0, -4.25), router_tie=[False, True, False, False])
+    second = line()
+    second["reveal_step"] = [0, -1, 0]
+    second["trainer_logprob"] = [-1.0, -99.0, -3.125, -4.0]
+    diffs, ties = logprob_differences([first, second])
+    assert diffs.tolist() == [0, 0.5, 0, 0.25, 0, 0.125, 0]
+    assert ties.tolist() == [False, True, False, False, False, False, False]
+
+
+def test_summary_leaves_ties_out_of_one_maximum_only():
+    diffs = np.concatenate([np.zeros(998), [0.25, 3.0]])
+    ties = np.zeros(1000, bool)
+    ties[-1] = True
+    summary = difference_summary(diffs, ties)
+    assert summary["max"] == 3.0 and summary["max_without_ties"] == 0.25
+    assert summary["mean"] == pytest.approx(0.00325)
+    assert summary["p99"] == 0 and 0.25 <= summary["p999"] < 3.0
+    assert difference_summary(np.zeros(0), np.zeros(0, bool)) == {}
+    assert difference_summary(np.ones(2), np.ones(2, bool))["max_without_ties"] == 0.0
+
+
+def test_diversity_is_counted_on_visible_tokens():
+    lines = [line("a"), line("a", tail=(9,)), line("a", output=(1, 2, 9)), line("b"), line("b")]
+    assert group_diversity(lines) == pytest.approx((2 + 1) / 2)
+    assert group_diversity([]) == 0
+
+
+def test_step_metrics():
+    lines = [
+        line("a", acc=1.0, malformed=0.0),
+        line("a", output=(1, 2), engine=(-1.0, -2.0, -3.0), acc=0.0, malformed=1.0, finish_reason="length"),
+    ]
+    lines[1] |= {"reveal_step": [0, 0], "confidence": [0.5, 0.5], "steps_per_block": [1], "weight_version": "3"}
+    lines[1]["tail"] |= {"reveal_step": [0], "logprob": [-3.0]}
+    lines[1] |= {"trainer_logprob": [-1.0, -2.0, -3.5], "router_tie": [False, False, True]}
+    metrics = step_metrics(lines)
+    assert metrics["dllm/tokens_per_forward"] == pytest.approx(7 / 4)
+    assert metrics["dllm/steps_per_block/mean"] == 2
+    assert metrics["dllm/visible_length/mean"] == 2.5 and metrics["dllm/visible_length/max"] == 3
+    assert metrics["dllm/confidence/mean"] == pytest.approx((0.2 + 0.4 + 0.6 + 0.5 + 0.5) / 5)
+    assert metrics["dllm/router_tie_tokens"] == 1
+    assert metrics["rollout/length_limit_ratio"] == 0.5
+    assert metrics["rollout/acc"] == 0.5 and metrics["rollout/malformed"] == 0.5
+    assert metrics["rollout/group_diversity"] == 2
+    assert (metrics["rollout/weight_version/min"], metrics["rollout/weight_version/max"]) == (2, 3)
+    assert metrics["rollout_corr/logprob_abs_diff/max"] == 0.5
+    assert metrics["rollout_corr/logprob_abs_diff/max_without_ties"] == 0
