@@ -5,19 +5,22 @@ Both apply the same rule (``sees``), and a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm.replay import CLEAN, PackedBatch
+from dllm.replay import CLEAN, PackedBatch, SampleSlices, pack, share_prefixes
 
 Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(query [rows, heads, L, D], key and value [rows, kv_heads, L, D], scale) -> [rows, heads, L, D]."""
 
 FLEX_TILE = 128
+
+DENSE_LENGTH = 512
+"""Rows up to this length take the dense mask on a GPU too: building a block mask costs more than it saves."""
 
 
 def sees(doc_q: Tensor, doc_k: Tensor, block_q: Tensor, block_k: Tensor, slice_q: Tensor, slice_k: Tensor) -> Tensor:
@@ -81,6 +84,18 @@ def flex_attention(batch: PackedBatch) -> Attention:
     return attend
 
 
+def pack_samples(samples: Sequence[SampleSlices], block_size: int, device: torch.device | str) -> PackedBatch:
+    """Pack samples for the implementation that ``attention_for`` takes on ``device``, and move them there.
+
+    Equal prefixes are shared. One row per prefix, or one long row for FlexAttention where samples are long.
+    """
+    samples = share_prefixes(samples)
+    longest = max((s.packed_length for s in samples), default=0)
+    if torch.device(device).type != "cuda" or longest <= DENSE_LENGTH:
+        return pack(samples, block_size).to(device)
+    return pack(samples, block_size, sum(s.packed_length for s in samples), FLEX_TILE).to(device)
+
+
 def attention_for(batch: PackedBatch) -> Attention:
-    """The implementation for the device the batch is on."""
-    return flex_attention(batch) if batch.doc.is_cuda else dense_attention(batch)
+    """FlexAttention for long rows on a GPU, else the dense mask."""
+    return flex_attention(batch) if batch.doc.is_cuda and batch.doc.shape[1] > DENSE_LENGTH else dense_attention(batch)

@@ -20,6 +20,7 @@ from dllm.trace import RolloutTrace
 
 CLEAN = -1
 PADDING = -1
+SLICES_PER_ROW = 8
 
 
 @dataclass
@@ -45,10 +46,17 @@ class Slice:
 
 @dataclass
 class SampleSlices:
-    """A clean prefix (int64 [N - B]) and the slices of one sample, ordered by block and step."""
+    """A clean prefix and the slices behind it.
+
+    Attributes:
+        clean: int64 [N - B].
+        slices: of one sample ordered by block and step, or of several samples one after the other.
+        owners: index of the sample each slice belongs to, where several share the prefix.
+    """
 
     clean: np.ndarray
     slices: list[Slice]
+    owners: list[int] | None = None
 
     @property
     def packed_length(self) -> int:
@@ -83,13 +91,38 @@ def build_slices(trace: RolloutTrace, mask_id: int) -> SampleSlices:
     return SampleSlices(clean=ids[: max(0, len(ids) - size)], slices=slices)
 
 
+def share_prefixes(samples: Sequence[SampleSlices], slices_per_row: int = SLICES_PER_ROW) -> list[SampleSlices]:
+    """Let samples with equal clean tokens share one copy of them.
+
+    A slice sees its own tokens and clean tokens of earlier blocks, nothing else, so slices of many samples may stand
+    behind one prefix. The samples of a prompt's group do while they are in the same block: for short answers about
+    half of the forward pass is saved.
+
+    Args:
+        slices_per_row: at most this many slices share a copy; longer rows save more clean tokens and cost more
+            attention (on a CPU the sum is smallest about here).
+    """
+    merged: list[SampleSlices] = []
+    open_row: dict[bytes, SampleSlices] = {}
+    for index, sample in enumerate(samples):
+        key, owners = sample.clean.tobytes(), [index] * len(sample.slices)
+        row = open_row.get(key)
+        if row is None or len(row.slices) + len(sample.slices) > slices_per_row:
+            open_row[key] = SampleSlices(sample.clean, list(sample.slices), owners)
+            merged.append(open_row[key])
+        else:
+            row.slices.extend(sample.slices)
+            row.owners.extend(owners)
+    return merged
+
+
 @dataclass
 class PackedBatch:
     """Samples packed into rows of equal length.
 
     Attributes:
         input_ids, position: int64 [rows, length].
-        doc: int64 [rows, length], sample index; ``PADDING`` behind the last one.
+        doc: int64 [rows, length], index of the packed ``SampleSlices``; ``PADDING`` behind the last one.
         block: int64 [rows, length], position // block size.
         slice_id: int64 [rows, length], unique per slice; ``CLEAN`` for clean tokens and padding.
         target_row, target_column: int64 [T], where the hidden states of the targets are.
@@ -164,7 +197,8 @@ def pack(
             end = cursor + len(clean)
             ids[row, cursor:end] = clean
             position[row, cursor:end] = np.arange(len(clean))
-            for piece in samples[sample].slices:
+            owners = samples[sample].owners or [sample] * len(samples[sample].slices)
+            for piece, owner in zip(samples[sample].slices, owners, strict=True):
                 begin, end = end, end + block_size
                 ids[row, begin:end] = piece.ids
                 position[row, begin:end] = piece.start + np.arange(block_size)
@@ -176,7 +210,7 @@ def pack(
                         np.full(count, row),
                         begin + piece.columns,
                         piece.tokens,
-                        np.full(count, sample),
+                        np.full(count, owner),
                         piece.token_index,
                     )
                 )

@@ -1,6 +1,6 @@
 """Replay rollouts in the trainer's model and compare with the engine's log-probs.
 
-    python -m recipes.check_logprobs --model-path DIR --rollouts FILE.jsonl
+python -m recipes.check_logprobs --model-path DIR --rollouts FILE.jsonl
 """
 
 from __future__ import annotations

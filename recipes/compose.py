@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
         )
     report = check_engine(config, dllm)
     _check_lengths(config, report)
+    _check_batches(config)
     train_files, val_files = task_files(config, recipe)
     with open_dict(config):
         config.data.train_files, config.data.val_files = train_files, val_files
@@ -164,6 +166,33 @@ def _check_lengths(config: DictConfig, report: preflight.Report) -> None:
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} leaves GRPO without a group to compare "
             "with; use at least 2"
         )
+
+
+def _check_batches(config: DictConfig) -> None:
+    """verl splits what a rank gets into micro-batches without a rest."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    for key, prompts, micro, dynamic in (
+        (
+            "actor.ppo_micro_batch_size_per_gpu",
+            actor.ppo_mini_batch_size,
+            actor.ppo_micro_batch_size_per_gpu,
+            actor.use_dynamic_bsz,
+        ),
+        (
+            "rollout.log_prob_micro_batch_size_per_gpu",
+            config.data.train_batch_size,
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_use_dynamic_bsz,
+        ),
+    ):
+        samples = -(-prompts * rollout.n // ranks)
+        if micro and not dynamic and samples % micro:
+            raise ConfigError(
+                f"actor_rollout_ref.{key}={micro} does not divide the {samples} samples of a rank ({prompts} prompts, "
+                f"actor_rollout_ref.rollout.n={rollout.n}, {ranks} ranks); set it to a divisor such as "
+                f"{gcd(samples, micro)}"
+            )
 
 
 def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str, str]:

@@ -52,7 +52,7 @@ def library_output_to(log: Path) -> Iterator[TextIO]:
 
 def step_line(step: int, total: int, metrics: dict[str, Any]) -> str:
     """One line for one step."""
-    get = lambda key: metrics.get(key, float("nan"))  # noqa: E731
+    get = lambda key: metrics.get(key, float("nan"))
     seconds = " ".join(f"{name} {get(key):.1f}" for name, key in _TIMINGS.items())
     return (
         f"step {step:>3}/{total}  reward {get('critic/rewards/mean'):.3f}  acc {get('rollout/acc'):.3f}  "
@@ -121,7 +121,9 @@ class RunConsole:
             self._enter("bookkeeping")
             accuracy = validation_accuracy(details["metrics"])
             malformed = validation_accuracy(details["metrics"], "malformed")
-            text = f"validation, step {details['step']}: accuracy {accuracy:.3f}" if accuracy is not None else "validation"
+            text = (
+                f"validation, step {details['step']}: accuracy {accuracy:.3f}" if accuracy is not None else "validation"
+            )
             if malformed is not None:
                 text += f", malformed {malformed:.3f}"
             self.console.print(text)

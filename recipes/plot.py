@@ -1,6 +1,6 @@
 """Curves of a run.
 
-    python -m recipes.plot outputs/grpo_llada2/NAME
+python -m recipes.plot outputs/grpo_llada2/NAME
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
-from recipes.console import validation_accuracy  # noqa: E402
-from recipes.records import read_metrics  # noqa: E402
+from recipes.console import validation_accuracy
+from recipes.records import read_metrics
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
@@ -45,7 +45,7 @@ def plot_run(directory: Path) -> list[Path]:
     steps = [r for r in records if r["kind"] == "step"]
     validations = [r for r in records if r["kind"] == "validation"]
     x = [r["step"] for r in steps]
-    series = lambda key: [r.get(key, float("nan")) for r in steps]  # noqa: E731
+    series = lambda key: [r.get(key, float("nan")) for r in steps]
     written = []
 
     figure, axes = _figure("Reward", "share of right answers")

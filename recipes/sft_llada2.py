@@ -32,6 +32,7 @@ from recipes.compose import compose_config, run_name
 from recipes.settings import RecipeSettings
 from recipes.tasks import ReasoningGymTask, available_tasks, build_task, check_task, load_rows, load_task
 from recipes.tasks.build import distinct_entries
+from recipes.tasks.demonstrations import demonstrations
 from recipes.tiny import TinyShape, make_model_dir, shrink_weights, write_model_dir
 from recipes.tokenizer import ROLE_END, build_tokenizer, prompt_ids
 from trainers.evaluation import Evaluation, evaluate
@@ -115,17 +116,23 @@ def prepare_model(
 
 
 def prepare_data(task: ReasoningGymTask, tokenizer: PreTrainedTokenizerFast, cache_dir: str) -> Data:
-    """Tokenise the task: the response is the answer, the end of the turn and, in training, stop tokens."""
+    """Tokenise the task: the response is the answer, the end of the turn and, in training, stop tokens.
+
+    Every prompt comes with each of its demonstrations once per pass.
+    """
     files = build_task(task, cache_dir)
     role_end = tokenizer.convert_tokens_to_ids(ROLE_END)
 
-    def example(row: Mapping[str, Any]) -> Example:
-        answer = tokenizer(row["reward_model"]["ground_truth"], add_special_tokens=False).input_ids
-        return Example(prompt_ids(tokenizer, row["prompt"]), [*answer, role_end])
+    def examples(row: Mapping[str, Any]) -> list[Example]:
+        prompt = prompt_ids(tokenizer, row["prompt"])
+        answers = tokenizer(demonstrations(task.name, row, task.flawed_share), add_special_tokens=False).input_ids
+        return [Example(prompt, [*answer, role_end]) for answer in answers]
 
     held_out = load_rows(files.val)
     return Data(
-        [example(row) for row in load_rows(files.sft)], held_out, [prompt_ids(tokenizer, r["prompt"]) for r in held_out]
+        [example for row in load_rows(files.sft) for example in examples(row)],
+        held_out,
+        [prompt_ids(tokenizer, r["prompt"]) for r in held_out],
     )
 
 

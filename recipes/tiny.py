@@ -26,8 +26,8 @@ class TinyShape:
     A head dimension of 64 is the smallest that every attention backend of the engine has a kernel for.
     """
 
-    layers: int = 3
-    hidden: int = 128
+    layers: int = 4
+    hidden: int = 96
     heads: int = 2
     kv_heads: int = 1
     head_dim: int = 64

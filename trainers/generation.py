@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm.attention import attention_for
+from dllm.attention import attention_for, pack_samples
 from dllm.decoding.base import BlockBatch, Decoder
 from dllm.decoding.sampling import SamplingBatch, SamplingParams
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.reference import visible_length
-from dllm.replay import SampleSlices, Slice, pack
+from dllm.replay import SampleSlices, Slice
 from dllm.trace import PER_TOKEN, RolloutTrace
-from trainers.shared_prefix import share_prefixes
 
 
 @dataclass
@@ -38,21 +37,18 @@ def _logits(model: LLaDA2MoeModelLM, context: Tensor, blocks: Tensor) -> Tensor:
     """Logits float32 [n, B, V] of blocks (int64 [n, B]) behind complete blocks (int64 [n, C])."""
     n, size = blocks.shape
     device, start, columns = blocks.device, context.shape[1], np.arange(size)
-    on_gpu = device.type == "cuda"
     samples = [
-        (SampleSlices(clean, [Slice(block, start, columns, block, columns, 0)]), [row])
-        for row, (clean, block) in enumerate(zip(context.cpu().numpy(), blocks.cpu().numpy(), strict=True))
+        SampleSlices(clean, [Slice(block, start, columns, block, columns, 0)])
+        for clean, block in zip(context.cpu().numpy(), blocks.cpu().numpy(), strict=True)
     ]
-    merged, rows = zip(*share_prefixes(samples), strict=True)
-    batch = pack(merged, size, None, 128 if on_gpu else 1).to(device)
-    order = torch.tensor([row for part in rows for row in part], device=device)
+    batch = pack_samples(samples, size, device)
     picked = model(
         batch.input_ids,
         batch.position,
         attention_for(batch),
         lambda hidden, head: head(hidden[batch.target_row, batch.target_column]).float(),
     ).view(n, size, -1)
-    return torch.empty_like(picked).index_copy_(0, order, picked)
+    return torch.empty_like(picked).index_copy_(0, batch.target_sample[::size], picked)
 
 
 def _decode_blocks(

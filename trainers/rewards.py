@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -42,6 +43,7 @@ _STANDALONE_INTEGER = re.compile(r"(?<![\w.,+\-*/^])-?[0-9]+(?![\w*/^+]|[.,\-][0
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 _verifier = MathVerifier()
+_IMPORTING = threading.Lock()
 
 
 def compute_score(
@@ -113,7 +115,10 @@ def _boxed(text: str) -> str | None:
 
 @cache
 def _scorer(task: str) -> Any:
-    from reasoning_gym.factory import DATASETS, get_score_answer_fn
+    # verl scores in threads, and the library registers its tasks while it is imported: a second thread would see
+    # a part of them.
+    with _IMPORTING:
+        from reasoning_gym.factory import DATASETS, get_score_answer_fn
 
     if task not in DATASETS:
         raise ConfigError(

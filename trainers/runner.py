@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
-from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf

@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dllm.attention import attention_for
+from dllm.attention import attention_for, pack_samples
 from dllm.config import BlockDiffusionConfig
 from dllm.models.llada2 import LLaDA2MoeModelLM, Router
-from dllm.replay import PackedBatch, SampleSlices, Slice, assign_rows, pack
-from trainers.shared_prefix import share_prefixes
+from dllm.replay import PackedBatch, SampleSlices, Slice
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,9 @@ def pack_examples(
 ) -> tuple[PackedBatch, Tensor]:
     """One training batch and the weight of each of its targets (float32 [T], summing to about 1)."""
     noisy = [noisy_sample(e, noise, generator, block_size=block_size, mask_id=mask_id, eos_id=eos_id) for e in examples]
-    samples, weights = zip(*share_prefixes(noisy), strict=True)
-    on_gpu = torch.device(device).type == "cuda"
-    row_length = sum(s.packed_length for s in samples) if on_gpu else None
-    order = [i for row in assign_rows([s.packed_length for s in samples], row_length) for i in row]
-    batch = pack(samples, block_size, row_length, 128 if on_gpu else 1).to(device)
+    samples, weights = zip(*noisy, strict=True)
+    batch = pack_samples(samples, block_size, device)
+    order = dict.fromkeys(batch.target_sample.tolist())
     flat = torch.tensor([w for i in order for w in weights[i]], dtype=torch.float32, device=device)
     return batch, flat / len(examples)
 

@@ -10,9 +10,10 @@ from typing import Any
 import ray
 import transfer_queue as tq
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from rollout.verl.agent_loop import LINE
+from rollout.verl.agent_loop import ERROR_TAG, LINE
 from trainers.metrics import step_metrics
 from trainers.workers import BlockDiffusionWorker
 
@@ -23,6 +24,10 @@ Listener = Callable[[str, dict[str, Any]], None]
 class LogprobMismatch(RuntimeError):
     """Engine and trainer disagree about the log-probs of the rollouts: the trained policy is not the one that
     decoded."""
+
+
+class RolloutFailed(RuntimeError):
+    """A prompt's rollout or its reward raised an error."""
 
 
 class BlockDiffusionTrainer(PPOTrainerSync):
@@ -37,8 +42,6 @@ class BlockDiffusionTrainer(PPOTrainerSync):
     def __init__(self, config: Any, listener: Listener | None = None) -> None:
         super().__init__(config)
         self.listener = listener or (lambda event, details: None)
-        # verl polls the queue every 2 s, which would be most of a tiny model's step.
-        self.replay_buffer.poll_interval = 0.05
         self.step_lines: list[dict[str, Any]] = []
 
     def _init_resource_pool_mgr(self) -> None:
@@ -46,6 +49,27 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(BlockDiffusionWorker)
+
+    def _build_replay_buffer(self) -> ReplayBuffer:
+        buffer = super()._build_replay_buffer()
+        # verl polls the queue every 2 s, which would be most of a tiny model's step.
+        buffer.poll_interval = 0.05
+        if self.config.trainer.v1.sampler.get("sync_refill_failed_groups", False):
+            return buffer
+        read_status = buffer._sync_metadata_from_transfer_queue
+
+        def read_status_strictly() -> None:
+            # verl pads a failed group in training and leaves it out of the validation's mean, with a line in a
+            # worker's log.
+            read_status()
+            for partition, failed in buffer.failure_keys.items():
+                if failed:
+                    tags = tq.kv_list()[partition]
+                    errors = {tags[uid].get(ERROR_TAG, "see the agent loop worker's log") for uid in failed}
+                    raise RolloutFailed(f"{len(failed)} prompt(s) of step {self.global_steps}: {sorted(errors)[0]}")
+
+        buffer._sync_metadata_from_transfer_queue = read_status_strictly
+        return buffer
 
     # Phases, told to the listener
 
@@ -87,8 +111,8 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         if limit is not None and worst > limit:
             self.write_lines(f"{self.global_steps}.jsonl")
             raise LogprobMismatch(
-                f"step {self.global_steps}: 0.1 % of the tokens differ by more than {worst:.3g} nats between engine and "
-                f"trainer (dllm.max_logprob_diff={limit}); the rollouts are in {self.config.trainer.rollout_data_dir}, "
+                f"step {self.global_steps}: 0.1 % of the tokens differ by more than {worst:.3g} nats between engine "
+                f"and trainer (dllm.max_logprob_diff={limit}); the rollouts are in {self.config.trainer.rollout_data_dir}, "
                 "check them with python -m recipes.check_logprobs"
             )
         return batch
@@ -113,7 +137,9 @@ class BlockDiffusionTrainer(PPOTrainerSync):
                 trainer_logprob=logprob,
                 router_tie=[bool(v) for v in unbound["router_tie"][i][-len(logprob) - 1 : -1].tolist()],
             )
-            line.update({k: v for k, v in (extra[i].get("reward_extra_info") or {}).items() if k in ("acc", "malformed")})
+            line.update(
+                {k: v for k, v in (extra[i].get("reward_extra_info") or {}).items() if k in ("acc", "malformed")}
+            )
             lines.append(line)
         # uids are random; this order is the same in every run with one seed.
         return sorted(lines, key=lambda line: (line["input_ids"], line["sampling_params"]["seed"] or 0))
@@ -131,10 +157,6 @@ class BlockDiffusionTrainer(PPOTrainerSync):
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
         self.write_lines(f"{self.global_steps}.jsonl")
 
-    def _compute_metrics(
-        self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int
-    ) -> None:
+    def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         self.listener("step_end", {"step": global_steps, "metrics": metrics, "lines": self.step_lines})
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -30,7 +31,7 @@ class Watchdog:
     """
 
     def __init__(self) -> None:
-        self.actors: dict[str, Any] = {}
+        self.actors: dict[str, tuple[str, int]] = {}
         self.processes: dict[str, psutil.Process] = {}
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
@@ -38,8 +39,9 @@ class Watchdog:
 
     def watch(self, replicas: Sequence[Any], workers: Sequence[Any]) -> None:
         """Start watching the engines of ``replicas`` and the trainer ``workers`` (Ray actor handles)."""
-        for index, worker in enumerate(workers):
-            self.actors[f"trainer worker {index}"] = worker
+        pids = ray.get([worker.__ray_call__.remote(_process_id) for worker in workers])
+        for index, (worker, pid) in enumerate(zip(workers, pids, strict=True)):
+            self.actors[f"trainer worker {index}"] = (worker._actor_id.hex(), pid)
         for index, replica in enumerate(replicas):
             pid = ray.get(replica.servers[0].check_alive.remote())
             name = f"engine {index}"
@@ -50,20 +52,23 @@ class Watchdog:
         self.thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
         self.thread.start()
 
-    def _loop(self) -> None:
-        while not self.stopped.wait(INTERVAL):
-            for name, process in self.processes.items():
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    return self._raise(name, process.pid)
-            for name, actor in self.actors.items():
-                state = ray.util.state.get_actor(actor._actor_id.hex(), timeout=30)
-                if state is not None and state.state == "DEAD":
-                    return self._raise(name, state.pid)
+    def dead(self) -> tuple[str, int] | None:
+        """Name and process id of something watched that is gone."""
+        for name, process in self.processes.items():
+            if not alive(process):
+                return name, process.pid
+        for name, (actor, pid) in self.actors.items():
+            # Ray's public state API asks the dashboard, which does not run; this asks the head itself.
+            if ray._private.state.actors(actor).get("State") == "DEAD":
+                return name, pid
         return None
 
-    def _raise(self, name: str, pid: int) -> None:
-        self.message = f"{name} (process {pid}) died; the end of its log:\n{log_tail(pid)}"
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+    def _loop(self) -> None:
+        while not self.stopped.wait(INTERVAL):
+            if (found := self.dead()) is not None:
+                self.message = describe_death(*found)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+                return
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         raise WorkerDied(self.message)
@@ -72,9 +77,35 @@ class Watchdog:
         self.previous = signal.signal(signal.SIGUSR2, self._on_signal)
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """End watching. An error that a dead process has caused elsewhere is reported as that death.
+
+        Raises:
+            WorkerDied: something watched is gone.
+        """
         self.stopped.set()
+        if self.thread is not None:
+            self.thread.join(2 * INTERVAL)
         signal.signal(signal.SIGUSR2, self.previous)
+        if isinstance(error, Exception) and not isinstance(error, WorkerDied) and (found := self.dead()) is not None:
+            raise WorkerDied(describe_death(*found)) from error
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process still runs."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def describe_death(name: str, pid: int) -> str:
+    """What a user is told about a process that is gone."""
+    return f"{name} (process {pid}) died; the end of its log:\n{log_tail(pid)}"
+
+
+def _process_id(_: Any) -> int:
+    return os.getpid()
 
 
 def worker_died(error: ray.exceptions.ActorDiedError) -> WorkerDied:
@@ -85,7 +116,7 @@ def worker_died(error: ray.exceptions.ActorDiedError) -> WorkerDied:
     if not details.get("pid", "").isdigit():
         return WorkerDied(f"{name} died: {text.splitlines()[0]}")
     pid = int(details["pid"])
-    return WorkerDied(f"{name} (process {pid}) died; the end of its log:\n{log_tail(pid)}")
+    return WorkerDied(describe_death(name, pid))
 
 
 def log_tail(pid: int) -> str:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dllm.attention import Attention, attention_for
+from dllm.attention import Attention, attention_for, pack_samples
 from dllm.decoding.sampling import SamplingBatch, SamplingParams, drawn_logprob, sampling_logprobs
 from dllm.models.llada2 import LLaDA2MoeModelLM
-from dllm.replay import CLEAN, PackedBatch, build_slices, pack
+from dllm.replay import CLEAN, PackedBatch, build_slices
 from dllm.trace import RolloutTrace
 
 CHUNK_BYTES = 256 << 20
@@ -92,11 +92,8 @@ def replay_logprobs(
 
 
 def pack_traces(traces: Sequence[RolloutTrace], mask_id: int, device: torch.device | str) -> PackedBatch:
-    """Pack traces for the device: one row per sample on a CPU, one long row on a GPU."""
-    samples = [build_slices(trace, mask_id) for trace in traces]
-    on_gpu = torch.device(device).type == "cuda"
-    row_length = sum(s.packed_length for s in samples) if on_gpu else None
-    return pack(samples, traces[0].block_size, row_length, 128 if on_gpu else 1).to(device)
+    """The states of all traces in one batch on ``device``."""
+    return pack_samples([build_slices(trace, mask_id) for trace in traces], traces[0].block_size, device)
 
 
 def scatter_targets(batch: PackedBatch, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:

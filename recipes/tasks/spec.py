@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from dllm.config import ConfigError
+from recipes.tasks.demonstrations import FLAWED
 
 TASK_DIR = Path(__file__).parent.parent / "config" / "task"
 # Part of the cache key: raise it when the files that are built from the same parameters change.
@@ -32,6 +33,7 @@ class ReasoningGymTask:
         params: its parameters.
         seed: of the stream.
         val_size, sft_size, train_size: prompts per part.
+        flawed_share: fraction of a warm start's demonstrations with a systematic error (see ``demonstrations``).
     """
 
     name: str
@@ -40,6 +42,7 @@ class ReasoningGymTask:
     val_size: int = 256
     sft_size: int = 8192
     train_size: int = 4096
+    flawed_share: float = 0.0
 
     def __post_init__(self) -> None:
         from reasoning_gym.factory import DATASETS
@@ -64,10 +67,23 @@ class ReasoningGymTask:
             if getattr(self, key) < least:
                 raise ConfigError(f"task.{key}={getattr(self, key)} is too small; use at least {least}")
 
+        if not 0 <= self.flawed_share < 1:
+            raise ConfigError(f"task.flawed_share={self.flawed_share} is not a share; use 0 up to 0.9")
+        if self.flawed_share and self.name not in FLAWED:
+            raise ConfigError(
+                f"task.flawed_share={self.flawed_share}: {self.name} has no flawed annotator (only "
+                f"{', '.join(FLAWED)}); set it to 0 or add one to recipes/tasks/demonstrations.py"
+            )
+
     @property
     def key(self) -> str:
         """Hash of everything the built files depend on."""
-        content = {**dataclasses.asdict(self), "format": FORMAT_VERSION, "library": version("reasoning-gym")}
+        content = {
+            **dataclasses.asdict(self),
+            "flawed_share": None,
+            "format": FORMAT_VERSION,
+            "library": version("reasoning-gym"),
+        }
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ from uuid import uuid4
 
 import ray
 import torch
+import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.profiler import simple_timer
@@ -19,6 +20,9 @@ LINE = "dllm"
 """Key of ``extra_fields`` that holds the rollout line of a sample."""
 
 AGENT_NAME = "dllm_single_turn"
+
+ERROR_TAG = "dllm_error"
+"""Tag of a prompt in the queue that says why one of its rollouts failed."""
 
 
 class BlockDiffusionOutput(AgentLoopOutput):
@@ -89,11 +93,19 @@ class BlockDiffusionSingleTurn(AgentLoopBase):
 
 
 class BlockDiffusionAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's worker with two changes: our loop is the default, and rewards see visible tokens only."""
+    """verl's worker with three changes: our loop is the default, rewards see visible tokens only, and the reason of a
+    failure reaches the trainer."""
 
     async def _run_agent_loop(self, sampling_params: Any, trajectory: Any, *, agent_name: str, **kwargs: Any) -> Any:
         name = AGENT_NAME if agent_name == "single_turn_agent" else agent_name
-        return await super()._run_agent_loop(sampling_params, trajectory, agent_name=name, **kwargs)
+        try:
+            return await super()._run_agent_loop(sampling_params, trajectory, agent_name=name, **kwargs)
+        except Exception as error:
+            # verl logs it in the worker and goes on with what is left of the group; the trainer reads this tag.
+            partition = "val" if trajectory["validate"] else "train"
+            tag = {ERROR_TAG: f"{type(error).__name__}: {error}"}
+            await tq.async_kv_put(key=kwargs["uid"], partition_id=partition, tag=tag)
+            raise
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict) -> None:
         shown = []

@@ -94,8 +94,8 @@ def test_a_path_is_used_instead_of_the_checkpoint_that_ships(resolve, tiny_dir):
 
 
 def test_verl_overrides_reach_the_config(resolve):
-    run = resolve("actor_rollout_ref.rollout.n=3", "trainer.total_training_steps=7", "algorithm.adv_estimator=rloo")
-    assert run.config.actor_rollout_ref.rollout.n == 3
+    run = resolve("actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=7", "algorithm.adv_estimator=rloo")
+    assert run.config.actor_rollout_ref.rollout.n == 4
     assert run.config.trainer.total_training_steps == 7
     assert run.config.algorithm.adv_estimator == "rloo"
 
@@ -137,6 +137,10 @@ def test_seed_reaches_the_data(resolve):
         (
             "actor_rollout_ref.rollout.n=1",
             r"actor_rollout_ref.rollout.n=1 leaves GRPO without a group .*; use at least 2",
+        ),
+        (
+            "data.train_batch_size=9",
+            r"actor.ppo_micro_batch_size_per_gpu=32 does not divide the 72 samples .*n=8, 1 ranks\); set it to .* 8",
         ),
         ("data.max_response_length=8", r"data.max_response_length=8 is shorter than a block of 32 tokens; raise it to"),
         (

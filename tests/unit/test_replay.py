@@ -14,7 +14,17 @@ from dllm.decoding.sampling import drawn_logprob, sampling_logprobs
 from dllm.likelihood.exact import pack_traces, replay_logprobs, scatter_targets, target_head
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.reference import block_logits, decode
-from dllm.replay import CLEAN, PADDING, PackedBatch, SampleSlices, Slice, assign_rows, build_slices, pack
+from dllm.replay import (
+    CLEAN,
+    PADDING,
+    PackedBatch,
+    SampleSlices,
+    Slice,
+    assign_rows,
+    build_slices,
+    pack,
+    share_prefixes,
+)
 from dllm.trace import RolloutTrace
 from tests.support import SMALL_MASK, hand_made_trace, random_prompt, sampling_batch, small_model
 
@@ -207,6 +217,30 @@ def test_several_samples_in_one_row_equal_one_per_row(model):
     for other in results[1:]:
         for left, right in zip(results[0], other, strict=True):
             torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
+
+
+def test_samples_of_a_group_share_their_prefix(model):
+    """Three samples of one prompt in its last block, one of them again a block later, and another prompt."""
+    group = [replace(schedule(6, 2, seed=s), prompt_ids=schedule(6, 2, seed=9).prompt_ids) for s in (1, 2, 3)]
+    longer = replace(schedule(6, 6, seed=4), prompt_ids=group[0].prompt_ids)
+    traces = [group[0], longer, schedule(7, 5, seed=5), group[1], group[2]]
+    samples = [build_slices(t, M) for t in traces]
+    merged = share_prefixes(samples)
+    assert [sorted(set(m.owners)) for m in merged] == [[0, 3, 4], [1], [2]]
+    assert sum(len(m.slices) for m in merged) == sum(len(s.slices) for s in samples)
+    batch = pack(merged, SIZE)
+    with torch.no_grad():
+        sampling = sampling_batch([t.sampling for t in traces])
+        values = model(batch.input_ids, batch.position, dense_attention(batch), target_head(batch, sampling, M))
+    for trace, shared in zip(traces, scatter_targets(batch, values.logprob, [2, 6, 5, 2, 2]), strict=True):
+        np.testing.assert_allclose(shared.numpy(), sequential_logprobs(model, trace, M), atol=2e-5)
+
+
+def test_a_shared_row_is_bounded():
+    sample = build_slices(schedule(6, 2, seed=0), M)
+    count = len(sample.slices)
+    merged = share_prefixes([sample] * 5, slices_per_row=2 * count)
+    assert [len(m.slices) // count for m in merged] == [2, 2, 1]
 
 
 def test_flex_attention_follows_the_same_rule(model):

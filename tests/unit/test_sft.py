@@ -32,7 +32,6 @@ from trainers.sft import (
     sft_loss,
     train_steps,
 )
-from trainers.shared_prefix import share_prefixes
 
 BLOCK = 8
 SHIPPED = CHECKPOINT_DIR / "tiny_llada2"
@@ -94,7 +93,7 @@ def test_sharing_a_prefix_changes_nothing():
     def loss_and_gradient(monkey):
         with pytest.MonkeyPatch.context() as patch:
             if monkey:
-                patch.setattr("trainers.sft.share_prefixes", lambda samples: list(samples))
+                patch.setattr("dllm.attention.share_prefixes", list)
             batch, weights = pack_examples(examples, NoiseSchedule(), np.random.default_rng(0), **GEOMETRY)
         model.zero_grad()
         loss = sft_loss(model, batch, weights)
@@ -105,12 +104,6 @@ def test_sharing_a_prefix_changes_nothing():
     assert shared[0] < 0.6 * alone[0]
     assert shared[1] == pytest.approx(alone[1], rel=1e-5)
     torch.testing.assert_close(shared[2], alone[2], rtol=1e-4, atol=1e-6)
-
-
-def test_different_prefixes_are_not_merged():
-    samples = [(noisy(13, 2, seed=s)[1], [s]) for s in (0, 1, 0)]
-    merged = share_prefixes(samples)
-    assert [notes for _, notes in merged] == [[0, 0], [1]]
 
 
 def test_loss_is_the_weighted_cross_entropy_of_each_state():

@@ -1,0 +1,322 @@
+"""The recipe itself, as a user starts it: a run that loses its engine, then its driver, and then ends well.
+
+One story in three starts, each of which goes on with the run of the one before: ``broken``, ``killed``, ``finished``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import pytest
+
+from dllm.config import resolve
+from dllm.decoding import SamplingParams
+from dllm.noise import sample_seed
+from dllm.trace import RolloutTrace
+from recipes import check_logprobs, grpo_llada2
+from recipes.records import read_metrics, read_rollouts
+from rollout.engine import content_seed
+from tests.integration.oracle import SHAPE
+from tests.support import ROOT, child_environment, processes_with, wait_for, write_lines, write_tiny_model
+
+PROMPTS, GROUP, HELD_OUT, THRESHOLD, SEED = 4, 4, 8, 0.05, 3
+NAME = "story"
+
+
+@dataclass
+class Story:
+    """Where the run writes, and what every start of it has in common."""
+
+    model: Path
+    output: Path
+    cache: Path
+
+    @property
+    def directory(self) -> Path:
+        return self.output / NAME
+
+    def arguments(self, *more: str) -> list[str]:
+        return [
+            "hardware=cpu",
+            f"recipe.run={NAME}",
+            f"recipe.output_dir={self.output}",
+            f"recipe.cache_dir={self.cache}",
+            f"recipe.seed={SEED}",
+            f"actor_rollout_ref.model.path={self.model}",
+            f"actor_rollout_ref.rollout.n={GROUP}",
+            f"data.train_batch_size={PROMPTS}",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+            f"task.val_size={HELD_OUT}",
+            "task.sft_size=0",
+            "task.train_size=64",
+            "data.max_prompt_length=128",
+            f"dllm.options.threshold={THRESHOLD}",
+            "dllm.max_logprob_diff=1e-3",
+            "trainer.test_freq=3",
+            *more,
+        ]
+
+    def start(self, name: str, *more: str, marker: str = "") -> subprocess.Popen[str]:
+        with (self.output / f"{name}.txt").open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "recipes.grpo_llada2", *self.arguments(*more)],
+                cwd=ROOT,
+                env=child_environment(STORY_MARKER=marker, WANDB_MODE="offline", OMP_NUM_THREADS="1"),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def printed(self, name: str) -> str:
+        return (self.output / f"{name}.txt").read_text(errors="replace")
+
+    def failure(self, name: str) -> str:
+        log = self.directory / "driver.log"
+        return self.printed(name)[-3000:] + (log.read_text(errors="replace")[-3000:] if log.is_file() else "")
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [r for r in read_metrics(self.directory) if r["kind"] == "step"]
+
+
+@pytest.fixture(scope="module")
+def story(heavy, tmp_path_factory) -> Story:
+    heavy.close()
+    root = tmp_path_factory.mktemp("grpo")
+    write_tiny_model(root / "model", seed=5, **SHAPE)
+    (root / "runs").mkdir()
+    return Story(root / "model", root / "runs", root / "cache")
+
+
+@dataclass
+class Stop:
+    """How a start ended: its exit code, what it printed, and which of its processes lived before and after."""
+
+    code: int
+    printed: str
+    seconds: float
+    before: list[str]
+    after: list[str]
+    fourth: list[dict[str, Any]]
+
+
+def stop_behind_step_4(story: Story, name: str, stop: Callable[[int, list[str]], None], *more: str) -> Stop:
+    """Start the run, wait until step 4 is on disk, call ``stop(driver, processes)`` and see what is left."""
+    marker = uuid4().hex
+    process = story.start(name, "trainer.total_training_steps=50", "trainer.save_freq=3", *more, marker=marker)
+    try:
+
+        def fourth_step() -> bool:
+            assert process.poll() is None, story.failure(name)
+            return any(r["step"] == 4 for r in story.steps()) and (story.directory / "rollouts" / "4.jsonl").exists()
+
+        wait_for(fourth_step, 500, "step 4")
+        fourth = dict(read_rollouts(story.directory))[4]
+        before, begin = processes_with(marker), time.monotonic()
+        stop(process.pid, before)
+        code = process.wait(90)
+        seconds = time.monotonic() - begin
+        with suppress(AssertionError):
+            wait_for(lambda: not processes_with(marker), 30, "the end of every process of the run", interval=1)
+        return Stop(code, story.printed(name), seconds, before, processes_with(marker), fourth)
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def broken(story) -> Stop:
+    """A fresh run whose engine is killed behind step 4; its last checkpoint is that of step 3."""
+
+    def kill_engine(driver: int, processes: list[str]) -> None:
+        (scheduler,) = (int(p.split()[0]) for p in processes if "sglang::scheduler" in p)
+        os.kill(scheduler, signal.SIGKILL)
+
+    return stop_behind_step_4(story, "broken", kill_engine)
+
+
+@pytest.fixture(scope="module")
+def killed(story, broken) -> Stop:
+    """The same run goes on from step 3, and its driver is killed when step 4 is there again."""
+    (story.directory / "rollouts" / "4.jsonl").rename(story.output / "fourth_before.jsonl")
+    metrics = story.directory / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] < 4]
+    metrics.write_text("\n".join(kept) + "\n")
+    more = ("trainer.resume_mode=auto", "trainer.val_before_train=false")
+    return stop_behind_step_4(story, "killed", lambda driver, _: os.kill(driver, signal.SIGKILL), *more)
+
+
+@pytest.fixture(scope="module")
+def finished(story, killed) -> Story:
+    """The same run goes on once more, to a clean end at step 5."""
+    more = ("trainer.resume_mode=auto", "trainer.val_before_train=false", "trainer.total_training_steps=5")
+    process = story.start("finished", *more)
+    try:
+        assert process.wait(600) == 0, story.failure("finished")
+    finally:
+        process.kill()
+    return story
+
+
+def summary_of(story: Story) -> dict[str, Any]:
+    return json.loads((story.directory / "summary.json").read_text())
+
+
+class TestBroken:
+    def test_the_run_stops_within_60_seconds_with_the_engines_name(self, broken):
+        assert broken.code == 1 and broken.seconds < 60
+        error = broken.printed[broken.printed.index("error: ") :]
+        assert re.search(r"WorkerDied: (engine 0|sglang_server_0).*\(process \d+\) died; the end of its log:", error)
+        assert len(error.splitlines()) > 3, "the log's last lines follow"
+        assert "Traceback" not in broken.printed.partition("error: ")[0]
+
+    def test_nothing_is_left(self, broken):
+        assert any("sglang" in command for command in broken.before)
+        assert any("ray" in command for command in broken.before)
+        assert not broken.after
+
+    def test_what_was_written_is_readable(self, broken):
+        assert len(broken.fourth) == PROMPTS * GROUP
+        assert all(RolloutTrace.from_line(line) for line in broken.fourth)
+
+
+class TestKilled:
+    def test_nothing_is_left_after_30_seconds(self, killed):
+        assert killed.code == -signal.SIGKILL
+        assert any("sglang" in command for command in killed.before)
+        assert not killed.after
+
+    def test_the_repeated_step_is_the_same_step(self, broken, killed):
+        """Same weights, same prompts, same seeds: a step that is run again after a resume is the same step.
+
+        Tokens may differ where rounding (which depends on the batch) turns a close draw.
+        """
+        key = lambda line: (tuple(line["input_ids"]), line["sampling_params"]["seed"])
+        again = {key(line): line["output_ids"] for line in killed.fourth}
+        assert again.keys() == {key(line) for line in broken.fourth}
+        assert np.mean([again[key(line)] == line["output_ids"] for line in broken.fourth]) >= 0.75
+
+
+class TestFinished:
+    def test_summary(self, finished):
+        summary = summary_of(finished)
+        assert summary["steps"] == 5 and summary["device"] == "cpu" and summary["seed"] == SEED
+        assert summary["val_prompts"] == HELD_OUT
+        for name in ("val_accuracy_before", "val_accuracy_after", "malformed_before"):
+            assert 0 <= summary[name] <= 1
+        assert summary["wall_s"] > 0 and {"rollout", "update", "weight refresh"} <= summary["seconds"].keys()
+        assert 1 < summary["group_diversity_mean_first_step"] <= GROUP
+        assert summary["tokens_per_forward"] >= 1
+        assert {"torch", "sglang", "verl", "transformers"} <= summary["versions"].keys()
+
+    def test_engine_and_trainer_are_one_policy(self, finished):
+        summary = summary_of(finished)
+        assert summary["logprob_tokens"] > 5 * PROMPTS * GROUP
+        assert summary["logprob_abs_diff_p999"] <= 1e-4
+        assert summary["logprob_abs_diff_max_without_ties"] <= 1e-4
+        assert summary["logprob_tokens_above_1e-4"] <= summary["logprob_tokens"] / 1000
+        assert summary["logprob_abs_diff_mean"] > 0, "two implementations never agree to the last bit"
+        assert "router_tie_tokens" in summary
+
+    def test_every_rollout_carries_its_log(self, finished):
+        mask_id = resolve(finished.model).mask_id
+        steps = dict(read_rollouts(finished.directory))
+        assert sorted(steps) == [1, 2, 3, 4, 5]
+        for lines in steps.values():
+            assert len(lines) == PROMPTS * GROUP
+            for line in lines:
+                RolloutTrace.from_line(line).validate()
+                count = len(line["output_ids"])
+                assert [len(line[name]) for name in ("reveal_step", "logprob", "confidence")] == [count] * 3
+                assert mask_id not in line["output_ids"] + line["tail"]["ids"]
+                assert len(line["trainer_logprob"]) == count + len(line["tail"]["ids"])
+                assert line["reward"] in (0.0, 1.0) and line["ground_truth"] and line["uid"]
+
+    def test_the_weight_version_advances_by_one_per_step(self, finished):
+        for step, lines in read_rollouts(finished.directory):
+            assert {v for line in lines for v in line["weight_versions"]} == {str(step - 1)}
+        assert summary_of(finished)["weight_versions"] == ["0", "1", "2", "3", "4"]
+
+    def test_groups_are_diverse_and_share_their_prompt(self, finished):
+        for _, lines in read_rollouts(finished.directory):
+            groups: dict[str, list[dict]] = {}
+            for line in lines:
+                groups.setdefault(line["uid"], []).append(line)
+            assert [len(g) for g in groups.values()] == [GROUP] * PROMPTS
+            for group in groups.values():
+                assert len({tuple(line["input_ids"]) for line in group}) == 1
+                assert len({line["sampling_params"]["seed"] for line in group}) == GROUP
+
+    def test_seeds_follow_from_the_runs_own(self, finished):
+        """A rollout is a function of the run's seed, the step, the prompt and its place in the group."""
+        for step, lines in read_rollouts(finished.directory):
+            base = sample_seed(SEED, step, 0, 0)
+            for line in lines:
+                possible = {content_seed(base, line["input_ids"], i) for i in range(GROUP)}
+                assert line["sampling_params"]["seed"] in possible
+
+    def test_first_step_is_replayed_by_the_checkpoint_it_started_from(self, finished, tmp_path, capsys):
+        (step, lines), *_ = read_rollouts(finished.directory)
+        assert step == 1
+        path = write_lines(tmp_path / "first.jsonl", lines)
+        arguments = ["--model-path", str(finished.model), "--rollouts", str(path), "--device", "cpu"]
+        assert check_logprobs.main([*arguments, "--tolerance", "1e-3"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert result["p99"] <= 1e-4
+
+    def test_later_steps_are_decoded_with_other_weights(self, finished, tmp_path, capsys):
+        """The refresh changed the engine: the first checkpoint does not explain step 3."""
+        lines = dict(read_rollouts(finished.directory))[3]
+        path = write_lines(tmp_path / "third.jsonl", lines)
+        arguments = ["--model-path", str(finished.model), "--rollouts", str(path), "--device", "cpu"]
+        assert check_logprobs.main(arguments) == 1
+        assert json.loads(capsys.readouterr().out)["mean"] > 1e-3
+
+    def test_files(self, finished):
+        d = finished.directory
+        for name in ("config.yaml", "metrics.jsonl", "summary.json", "driver.log", "checkpoints"):
+            assert (d / name).exists(), name
+        plots = {p.name for p in (d / "plots").glob("*.png")}
+        assert {"reward.png", "response_length.png", "confidence.png", "logprob_difference.png"} <= plots
+        assert list((d / "wandb").glob("offline-run-*")), "a W&B run in offline mode"
+        assert (d / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+    def test_metrics(self, finished):
+        steps = finished.steps()
+        assert [r["step"] for r in steps] == [1, 2, 3, 4, 5]
+        for record in steps:
+            assert record["rollout_corr/logprob_abs_diff/p999"] <= 1e-4
+            assert np.isfinite(record["actor/pg_loss"]) and record["dllm/tokens_per_forward"] >= 1
+        validations = [r["step"] for r in read_metrics(finished.directory) if r["kind"] == "validation"]
+        assert validations == [0, 3, 5]
+
+    def test_what_a_person_sees(self, finished):
+        text = finished.printed("finished")
+        assert "hardware=cpu (as asked)" in text and "Traceback" not in text
+        for step in (4, 5):
+            assert f"step   {step}/5  reward" in text
+        assert "validation, step 5: accuracy" in text and "held-out accuracy" in text
+        assert "summary.json" in text
+
+    def test_starting_it_again_without_resume_is_refused(self, finished, capsys):
+        before = (finished.directory / "metrics.jsonl").read_bytes()
+        assert grpo_llada2.main(finished.arguments()) == 2
+        assert "already exists" in capsys.readouterr().err
+        assert (finished.directory / "metrics.jsonl").read_bytes() == before
+
+    def test_training_samples_from_the_models_own_distribution(self, finished):
+        for _, lines in read_rollouts(finished.directory):
+            for line in lines:
+                given = {k: line["sampling_params"][k] for k in ("temperature", "top_p", "top_k", "min_p")}
+                assert SamplingParams(**given) == SamplingParams()
