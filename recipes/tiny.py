@@ -23,14 +23,14 @@ CONFIGURATION_MODULE = Path(__file__).with_name("configuration_llada2_moe.py")
 class TinyShape:
     """Sizes of a tiny LLaDA2. The first layer is dense, the others are mixtures of experts.
 
-    A head dimension of 64 is the smallest that every attention backend of the engine has a kernel for.
+    A head dimension of 128 is that of the published models, so that kernels compiled for them serve tiny ones too.
     """
 
     layers: int = 4
     hidden: int = 96
     heads: int = 2
     kv_heads: int = 1
-    head_dim: int = 64
+    head_dim: int = 128
     intermediate: int = 256
     experts: int = 8
     experts_per_token: int = 2

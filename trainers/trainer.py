@@ -112,8 +112,8 @@ class BlockDiffusionTrainer(PPOTrainerSync):
             self.write_lines(f"{self.global_steps}.jsonl")
             raise LogprobMismatch(
                 f"step {self.global_steps}: 0.1 % of the tokens differ by more than {worst:.3g} nats between engine "
-                f"and trainer (dllm.max_logprob_diff={limit}); the rollouts are in {self.config.trainer.rollout_data_dir}, "
-                "check them with python -m recipes.check_logprobs"
+                f"and trainer (dllm.max_logprob_diff={limit}); the rollouts are in "
+                f"{self.config.trainer.rollout_data_dir}, check them with python -m recipes.check_logprobs"
             )
         return batch
 

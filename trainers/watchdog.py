@@ -32,7 +32,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self.actors: dict[str, tuple[str, int]] = {}
-        self.processes: dict[str, psutil.Process] = {}
+        self.processes: dict[str, tuple[psutil.Process, int]] = {}
         self.stopped = threading.Event()
         self.thread: threading.Thread | None = None
         self.message = ""
@@ -43,24 +43,24 @@ class Watchdog:
         for index, (worker, pid) in enumerate(zip(workers, pids, strict=True)):
             self.actors[f"trainer worker {index}"] = (worker._actor_id.hex(), pid)
         for index, replica in enumerate(replicas):
-            pid = ray.get(replica.servers[0].check_alive.remote())
-            name = f"engine {index}"
-            self.processes[f"{name} host"] = psutil.Process(pid)
-            for child in self.processes[f"{name} host"].children(recursive=True):
+            host = psutil.Process(ray.get(replica.servers[0].check_alive.remote()))
+            self.processes[f"engine {index} host"] = (host, host.pid)
+            for child in host.children(recursive=True):
                 if "sglang" in " ".join(child.cmdline()) or "spawn_main" in " ".join(child.cmdline()):
-                    self.processes[f"{name} process {child.pid}"] = child
+                    # An engine's processes write to the log of their host.
+                    self.processes[f"engine {index} process {child.pid}"] = (child, host.pid)
         self.thread = threading.Thread(target=self._loop, name="watchdog", daemon=True)
         self.thread.start()
 
-    def dead(self) -> tuple[str, int] | None:
-        """Name and process id of something watched that is gone."""
-        for name, process in self.processes.items():
+    def dead(self) -> tuple[str, int, int] | None:
+        """Something watched that is gone: its name, its process id, and that of the process that has its log."""
+        for name, (process, log_pid) in self.processes.items():
             if not alive(process):
-                return name, process.pid
+                return name, process.pid, log_pid
         for name, (actor, pid) in self.actors.items():
             # Ray's public state API asks the dashboard, which does not run; this asks the head itself.
             if ray._private.state.actors(actor).get("State") == "DEAD":
-                return name, pid
+                return name, pid, pid
         return None
 
     def _loop(self) -> None:
@@ -99,9 +99,9 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
-def describe_death(name: str, pid: int) -> str:
+def describe_death(name: str, pid: int, log_pid: int) -> str:
     """What a user is told about a process that is gone."""
-    return f"{name} (process {pid}) died; the end of its log:\n{log_tail(pid)}"
+    return f"{name} (process {pid}) died; the end of its log:\n{log_tail(log_pid)}"
 
 
 def _process_id(_: Any) -> int:
@@ -116,14 +116,12 @@ def worker_died(error: ray.exceptions.ActorDiedError) -> WorkerDied:
     if not details.get("pid", "").isdigit():
         return WorkerDied(f"{name} died: {text.splitlines()[0]}")
     pid = int(details["pid"])
-    return WorkerDied(describe_death(name, pid))
+    return WorkerDied(describe_death(name, pid, pid))
 
 
 def log_tail(pid: int) -> str:
-    """Last lines of a process's log in Ray's session directory; of its host's if it writes through one."""
+    """Last lines of the log of a Ray worker process in Ray's session directory."""
     directory = Path(ray._private.worker.global_worker.node.get_session_dir_path()) / "logs"
     files = sorted(directory.glob(f"worker-*-{pid}.err")) + sorted(directory.glob(f"worker-*-{pid}.out"))
-    if not files:
-        files = sorted(directory.glob("worker-*.err"), key=lambda f: f.stat().st_mtime)[-1:]
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
     return "\n".join(lines[-LOG_LINES:]) or "(empty)"

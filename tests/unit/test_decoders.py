@@ -257,6 +257,23 @@ def test_the_mask_token_is_never_drawn_but_counts_for_confidence():
         assert float(result.logprob_raw[0, 0]) == pytest.approx(math.log(1 / 3), abs=1e-5)
 
 
+def test_noise_belongs_to_a_position_of_the_sequence_and_a_step():
+    """The same block later in the sequence, or at a later step, draws other tokens; at the same place the same."""
+    logits = torch.zeros(1, 64, 101)
+    logits[..., 100] = LOW
+    decoder = make_decoder("SelectThenSample", 100, {"threshold": 0.001})
+
+    def drawn(start: int, step: int) -> list[int]:
+        state = block([(100,) * 64], step, SamplingParams())
+        state.start += start
+        return decoder.step(state, logits).ids[0].tolist()
+
+    assert drawn(0, 0) == drawn(0, 0)
+    assert drawn(0, 0)[32:] == drawn(32, 0)[:32]
+    different = [drawn(*place) for place in ((0, 0), (64, 0), (0, 1))]
+    assert len({tuple(tokens) for tokens in different}) == 3
+
+
 def test_a_finished_block_is_left_alone():
     logits = torch.randn(2, 3, TOKENS + 1, generator=torch.Generator().manual_seed(2))
     decoder = make_decoder("SelectThenSample", MASK)

@@ -1,0 +1,190 @@
+"""What passes between verl and this package: rows of a micro-batch, log-probs in verl's layout, request parameters.
+
+Needs verl, but no engine and no Ray.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dllm.config import ConfigError
+from dllm.decoding import SamplingParams
+from dllm.likelihood.exact import pack_traces
+from tests.support import SMALL_MASK, hand_made_trace, random_prompt
+
+
+@pytest.fixture(scope="module")
+def plugin() -> Iterator[SimpleNamespace]:
+    """Modules of the plugin, imported the way verl's workers do on a CPU host."""
+    before = dict(os.environ)
+    os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rollout.verl")
+    import trainers.engine
+    from rollout.verl import agent_loop, replica, server
+
+    yield SimpleNamespace(engine=trainers.engine, agent_loop=agent_loop, replica=replica, server=server)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.as_tensor(np.asarray(r), dtype=dtype) for r in rows], layout=torch.jagged)
+
+
+@pytest.fixture
+def batch() -> tuple[dict[str, torch.Tensor], list]:
+    """Two samples of block size 4, and between them a padding row with one response token beside a copied log."""
+    traces = [
+        hand_made_trace(
+            random_prompt(6), random_prompt(6, 1), [1, 0, 0, 2, 1, 0], 4, sampling=SamplingParams(0.5, 0.9)
+        ),
+        hand_made_trace(random_prompt(3, 2), random_prompt(5, 3), [0, 0, 0, 1, 1], 4),
+    ]
+    first, second = traces
+    prompts = [first.prompt_ids, [7, 8], second.prompt_ids]
+    responses = [first.replay_ids, [9], second.replay_ids]
+    sampling = [[0.5, 0.9, -1, 0], [0.5, 0.9, -1, 0], [1, 1, -1, 0]]
+    rows = {
+        "prompts": nested(prompts),
+        "responses": nested(responses),
+        "input_ids": nested([[*p, *r] for p, r in zip(prompts, responses, strict=True)]),
+        "dllm_reveal_step": nested([first.reveal_step, first.reveal_step, second.reveal_step]),
+        "dllm_sampling": nested(sampling, torch.float32),
+    }
+    return rows, traces
+
+
+def test_rows_become_traces_and_padding_none(plugin, batch):
+    rows, traces = batch
+    made = plugin.engine.replay_rows(rows, 4)
+    assert made[1] is None
+    for got, expected in zip((made[0], made[2]), traces, strict=True):
+        assert np.array_equal(got.prompt_ids, expected.prompt_ids)
+        assert np.array_equal(got.replay_ids, expected.replay_ids)
+        assert np.array_equal(got.reveal_step, expected.reveal_step)
+        assert (got.sampling.temperature, got.sampling.top_k) == (
+            expected.sampling.temperature,
+            expected.sampling.top_k,
+        )
+        assert got.sampling.top_p == pytest.approx(expected.sampling.top_p)
+
+
+def test_log_probs_are_shifted_left_by_one(plugin, batch):
+    """Response token j of a row with prompt length P lies at index P + j - 1; padding rows are 0."""
+    rows, traces = batch
+    made = plugin.engine.replay_rows(rows, 4)
+    packed = pack_traces([r for r in made if r is not None], SMALL_MASK, "cpu")
+    values = -1.0 - torch.arange(len(packed.target_token)).float()
+    out = plugin.engine.to_jagged(values, packed, made, rows).unbind()
+    assert [len(row) for row in out] == [12, 3, 8]
+    assert not out[1].any()
+    position = {
+        (int(s), int(i)): float(v) for s, i, v in zip(packed.target_sample, packed.target_index, values, strict=True)
+    }
+    for sample, (row, trace) in enumerate(zip((out[0], out[2]), traces, strict=True)):
+        start = len(trace.prompt_ids) - 1
+        assert not row[:start].any() and row[-1] == 0
+        expected = [position[sample, j] for j in range(len(trace.replay_ids))]
+        assert row[start : start + len(expected)].tolist() == expected
+
+
+def test_gradients_pass_through_the_layout(plugin, batch):
+    rows, _ = batch
+    made = plugin.engine.replay_rows(rows, 4)
+    packed = pack_traces([r for r in made if r is not None], SMALL_MASK, "cpu")
+    values = torch.randn(len(packed.target_token), requires_grad=True)
+    plugin.engine.to_jagged(values, packed, made, rows).values().sum().backward()
+    assert values.grad.tolist() == [1.0] * len(values)
+
+
+def test_a_batch_of_padding_keeps_in_step(plugin, batch):
+    """Nothing to replay: a dummy forward, and zeros that still depend on it."""
+    rows, _ = batch
+    only = {name: nested([tensor.unbind()[1]], tensor.dtype) for name, tensor in rows.items()}
+    made = plugin.engine.replay_rows(only, 4)
+    assert made == [None]
+    packed = pack_traces([plugin.engine.dummy_trace(4)], SMALL_MASK, "cpu")
+    assert packed.tokens > 0
+    values = torch.zeros(len(packed.target_token), requires_grad=True)
+    out = plugin.engine.to_jagged(values, packed, made, only)
+    assert out.unbind()[0].tolist() == [0.0, 0.0, 0.0] and out.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("prompt", "length", "limit"), [(64, 64, 64), (33, 64, 63), (63, 64, 33), (1, 40, 31), (31, 1, 1), (32, 95, 64)]
+)
+def test_limits_end_on_the_grid(plugin, prompt, length, limit):
+    got = plugin.agent_loop.aligned_limit(prompt, length, 32)
+    assert got == limit and (prompt + got) % 32 == 0 and got <= length
+
+
+def test_a_limit_without_room_for_a_block_is_refused(plugin):
+    with pytest.raises(
+        ValueError, match="data.max_response_length=10 is too small for a prompt of 33 tokens: .* needs 31"
+    ):
+        plugin.agent_loop.aligned_limit(33, 10, 32)
+
+
+class TestRequests:
+    def test_split(self, plugin):
+        given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 30, "seed": 7, "logprobs": True}
+        sampling, limit, request = plugin.server.split_sampling_params(given | {"repetition_penalty": 1.0})
+        assert sampling == SamplingParams(0.5, 0.9, 5) and limit == 30
+        assert request == {
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.0,
+            "max_new_tokens": 30,
+            "sampling_seed": 7,
+        }
+
+    @pytest.mark.parametrize(
+        ("given", "message"),
+        [
+            ({}, "sampling parameters lack max_tokens"),
+            ({"max_tokens": 5, "repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported .*; use 1.0"),
+            ({"max_tokens": 5, "n": 2}, "sampling parameter 'n' is not supported for block diffusion; remove it"),
+        ],
+    )
+    def test_refusals(self, plugin, given, message):
+        with pytest.raises(ConfigError, match=message):
+            plugin.server.split_sampling_params(given)
+
+
+class TestSettings:
+    def test_decoder_settings(self, plugin):
+        settings = plugin.server.decoder_settings
+        assert settings({}) == {"algorithm": "SelectThenSample", "options": {}}
+        given = {"sglang_dllm": {"options": {"threshold": 0.5}}}
+        assert settings(given) == {"algorithm": "SelectThenSample", "options": {"threshold": 0.5}}
+        with pytest.raises(ConfigError, match=r"has no key 'treshold'; valid keys are \['algorithm', 'options'\]"):
+            settings({"sglang_dllm": {"treshold": 0.5}})
+
+    def test_a_rollout_config_that_would_lose_the_log_is_refused(self, plugin):
+        manager = "rollout.verl.agent_loop.BlockDiffusionAgentLoopManager"
+
+        class Config(dict):
+            calculate_log_probs = True
+
+        good = Config(agent={"agent_loop_manager_class": manager})
+        plugin.replica.check_rollout_config(good)
+        with pytest.raises(ConfigError, match=f"agent_loop_manager_class=None drops the reveal log .*'{manager}'"):
+            plugin.replica.check_rollout_config(Config())
+        good.calculate_log_probs = False
+        with pytest.raises(ConfigError, match="rollout.calculate_log_probs=False hides .*; set it to True"):
+            plugin.replica.check_rollout_config(good)
+
+    def test_it_is_registered_with_verl(self, plugin):
+        from verl.workers.engine import EngineRegistry
+        from verl.workers.rollout.base import get_rollout_class
+
+        assert get_rollout_class("sglang_dllm", "async").__name__ == "BlockDiffusionAdapter"
+        found = EngineRegistry.get_engine_cls("block_diffusion_lm", "fsdp2")
+        assert found is plugin.engine.BlockDiffusionFSDPEngine
