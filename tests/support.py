@@ -189,6 +189,19 @@ def wait_for(condition: Any, seconds: float, what: str, interval: float = 0.25) 
 
 
 @contextmanager
+def verl_on_cpu() -> Iterator[None]:
+    """Import verl within this block, as its workers do on a CPU host: a process chooses its platform once."""
+    variables, path = dict(os.environ), list(sys.path)
+    os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rollout.verl")
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.path[:] = path
+
+
+@contextmanager
 def threads(count: int) -> Iterator[None]:
     """Torch threads for the time of the block."""
     before = torch.get_num_threads()
