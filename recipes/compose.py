@@ -18,8 +18,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dllm.config import ConfigError
 from dllm.decoding import make_decoder
+from dllm.likelihood import make_likelihood
 from recipes.settings import DllmSettings, RecipeSettings, typed
 from rollout import preflight
+from trainers.objective import check_objective
 
 CONFIG_DIR = Path(__file__).parent / "config"
 CHECKPOINT_DIR = Path(__file__).parent / "checkpoints"
@@ -60,6 +62,11 @@ def _checkpoint(name: str) -> str:
     return str(path)
 
 
+def _if_exact(value: str, *, _root_: DictConfig) -> str | None:
+    """``value`` under ``dllm.likelihood=exact``; null under others, whose values are not log-probs of draws."""
+    return value if _root_.dllm.likelihood == "exact" else None
+
+
 def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """Compose a config of ``recipes/config``.
 
@@ -67,6 +74,7 @@ def compose_config(config_name: str, overrides: Sequence[str]) -> DictConfig:
         ConfigError: an override or a group does not exist, or cannot be parsed.
     """
     OmegaConf.register_new_resolver("checkpoint", _checkpoint, replace=True)
+    OmegaConf.register_new_resolver("if_exact", _if_exact, replace=True)
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONFIG_DIR.resolve()), version_base=None):
@@ -115,6 +123,7 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
     report = check_engine(config, dllm)
     _check_lengths(config, report)
     _check_batches(config)
+    _check_objective(config, dllm)
     train_files, val_files = task_files(config, recipe)
     with open_dict(config):
         config.data.train_files, config.data.val_files = train_files, val_files
@@ -193,6 +202,21 @@ def _check_batches(config: DictConfig) -> None:
                 f"actor_rollout_ref.rollout.n={rollout.n}, {ranks} ranks); set it to a divisor such as "
                 f"{gcd(samples, micro)}"
             )
+
+
+def _check_objective(config: DictConfig, dllm: DllmSettings) -> None:
+    if dllm.max_logprob_diff is not None and dllm.likelihood != "exact":
+        raise ConfigError(
+            f"dllm.max_logprob_diff={dllm.max_logprob_diff} compares engine and trainer, which dllm.likelihood="
+            f"{dllm.likelihood} does not allow; set it to null"
+        )
+    check_objective(
+        dllm.likelihood,
+        make_likelihood(dllm.likelihood, dllm.likelihood_options),
+        config.actor_rollout_ref.actor,
+        config.algorithm.rollout_correction,
+        own_losses=config.actor_rollout_ref.model.external_lib != "trainers.engine",
+    )
 
 
 def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str, str]:

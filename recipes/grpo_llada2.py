@@ -85,10 +85,13 @@ def print_summary(directory: Path, summary: dict) -> None:
     speed = summary["host"]["fp32_gflops_per_core"]
     print(
         f"\nheld-out accuracy {before:.3f} -> {after:.3f} ({summary['val_prompts']} prompts), {summary['steps']} steps "
-        f"in {summary['wall_s']:.0f} s on {summary['device']} ({speed} GFLOP/s a core)\n"
-        f"log-prob difference engine - trainer: p99.9 {summary['logprob_abs_diff_p999']:.1e}, "
-        f"max {summary['logprob_abs_diff_max']:.1e} ({summary['router_tie_tokens']} tokens with a router tie)"
+        f"in {summary['wall_s']:.0f} s on {summary['device']} ({speed} GFLOP/s a core)"
     )
+    if "logprob_abs_diff_p999" in summary:
+        print(
+            f"log-prob difference engine - trainer: p99.9 {summary['logprob_abs_diff_p999']:.1e}, "
+            f"max {summary['logprob_abs_diff_max']:.1e} ({summary['router_tie_tokens']} tokens with a router tie)"
+        )
     print(f"files in {directory}:")
     for name, what in (
         ("config.yaml", "resolved config"),

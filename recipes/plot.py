@@ -74,6 +74,8 @@ def plot_run(directory: Path) -> list[Path]:
     axes.legend(frameon=False, loc="lower right")
     written.append(_save(figure, directory / "plots" / "confidence.png"))
 
+    if not any("rollout_corr/logprob_abs_diff/mean" in r for r in steps):
+        return written  # a likelihood that is not on the engine's scale
     figure, axes = _figure("Engine against trainer", "|log-prob difference| (nats)")
     for key, colour in (("mean", BLUE), ("p999", ORANGE), ("max", GREY)):
         axes.plot(x, series(f"rollout_corr/logprob_abs_diff/{key}"), color=colour, label=key.replace("p999", "p99.9"))

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dllm.config import ConfigError
+from dllm.likelihood import make_likelihood
 
 
 @dataclass
@@ -20,7 +21,9 @@ class DllmSettings:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the decoder, e.g. ``{threshold: 0.95}``."""
     likelihood: str = "exact"
-    """Likelihood used in training."""
+    """Likelihood used in training: a name of ``dllm.likelihood.LIKELIHOODS``."""
+    likelihood_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the likelihood, e.g. ``+dllm.likelihood_options.samples=4`` (elbo) or ``.keep=0.5`` (exact)."""
     max_logprob_diff: float | None = None
     """Stop the run if 0.1 % of a step's tokens differ by more than this (nats) between engine and trainer."""
 
@@ -41,9 +44,6 @@ class RecipeSettings:
     """Seed of prompts, sampling noise and the data order."""
 
 
-LIKELIHOODS = ("exact",)
-
-
 def typed(config: DictConfig) -> tuple[DllmSettings, RecipeSettings]:
     """The two groups, checked.
 
@@ -59,6 +59,5 @@ def typed(config: DictConfig) -> tuple[DllmSettings, RecipeSettings]:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{name}.{getattr(error, 'full_key', '') or '?'}: {reason}") from error
     dllm, recipe = groups
-    if dllm.likelihood not in LIKELIHOODS:
-        raise ConfigError(f"dllm.likelihood={dllm.likelihood!r} does not exist; use one of {sorted(LIKELIHOODS)}")
+    make_likelihood(dllm.likelihood, dllm.likelihood_options)
     return dllm, recipe

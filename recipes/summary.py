@@ -12,7 +12,7 @@ from recipes.console import validation_accuracy
 from recipes.host import host_report, package_versions
 from recipes.plot import plot_run
 from recipes.records import read_metrics, read_rollouts
-from trainers.metrics import difference_summary, group_diversity, logprob_differences
+from trainers.metrics import difference_summary, group_diversity, logprob_differences, replay_field
 
 if TYPE_CHECKING:
     from recipes.compose import ResolvedRun
@@ -30,7 +30,7 @@ def summarise(directory: Path) -> dict[str, Any]:
         diffs.append(d)
         ties.append(t)
         versions.update(str(v) for line in lines for v in line["weight_versions"])
-        tokens += len(d)
+        tokens += sum(step >= 0 for line in lines for step in replay_field(line, "reveal_step"))
         forwards += sum(s for line in lines for s in line["steps_per_block"])
         if diversity_first is None:
             diversity_first = group_diversity(lines)

@@ -1,11 +1,17 @@
 """verl actor engine ``model_type=block_diffusion_lm``: log-probs by exact replay of the rollout's states.
 
-Loaded through ``actor_rollout_ref.model.external_lib=trainers.engine``, before verl looks up its engines.
+Loaded through ``actor_rollout_ref.model.external_lib=trainers.engine``, before verl looks up its engines; the losses of
+``trainers.losses`` are registered with it.
+
+Another likelihood comes from ``actor_rollout_ref.model.override_config``, which verl hands to every engine, actor and
+reference alike: ``{model_config: {}, dllm: {likelihood: elbo, likelihood_options: {samples: 2}}}``. With
+``model_config`` beside it verl does not take the rest for keys of the model's config.json.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,11 +28,16 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, deta
 from dllm.attention import attention_for
 from dllm.config import ConfigError, resolve
 from dllm.decoding import SamplingBatch, SamplingParams
-from dllm.likelihood.exact import pack_traces, router_tie_targets, scatter_targets, target_head
+from dllm.likelihood import Elbo, Exact, Likelihood, States, make_likelihood
+from dllm.likelihood.elbo import sandwich, upper_bounds
+from dllm.likelihood.exact import router_tie_targets, target_head
+from dllm.likelihood.states import content_generator, pack_states, target_shares, token_sums
+from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
 from dllm.models.checkpoint import load_model
 from dllm.models.llada2 import LLaDA2MoeModelLM, Router
-from dllm.replay import PackedBatch
 from dllm.trace import RolloutTrace
+from trainers.losses import loss_inputs
+from trainers.objective import check_subsampling
 
 EXTRA_OUTPUTS = ("router_tie",)
 """Per-token outputs of a forward-only pass beside verl's own."""
@@ -84,13 +95,23 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         return module
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> tuple[torch.Tensor, dict]:
-        """One micro-batch: replay, log-probs in verl's layout, loss."""
+        """One micro-batch: states, log-probs in verl's layout, loss."""
         device = get_device_id()
         micro_batch = micro_batch.to(device)
-        rows = replay_rows(micro_batch, self.block_diffusion.block_size)
-        traces = [row for row in rows if row is not None] or [dummy_trace(self.block_diffusion.block_size)]
-        batch = pack_traces(traces, self._mask_id, device)
-        sampling = SamplingBatch.from_params([t.sampling for t in traces], [0] * len(traces), device)
+        size, likelihood = self.block_diffusion.block_size, self.likelihood
+        rows = replay_rows(micro_batch, size)
+        traces = [row for row in rows if row is not None] or [dummy_trace(size)]
+        states = [likelihood.states(trace, self._mask_id) for trace in traces]
+        kept = None
+        if not forward_only and isinstance(likelihood, Exact) and likelihood.keep < 1:
+            check_subsampling(likelihood, loss_function.keywords["config"])
+            micro_batch = micro_batch.copy()
+            states, kept = subsampled(states, likelihood, rows, micro_batch)
+        batch, weights = pack_states(states, size, device)
+        # Only the decoder's own states have its sampling distribution; others score the model's.
+        exact = isinstance(likelihood, Exact)
+        params = [t.sampling if exact else SamplingParams() for t in traces]
+        sampling = SamplingBatch.from_params(params, [0] * len(params), device)
         entropy = bool(tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False))
         autocast = (
             nullcontext()
@@ -102,21 +123,39 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
                 self.module.record_router_gaps(True)
             head = target_head(batch, sampling, self._mask_id, entropy)
             values = self.module(batch.input_ids, batch.position, attention_for(batch), head)
-            outputs = {"log_probs": values.logprob}
+            lengths = [len(t.replay_ids) for t in traces]
+            jagged = lambda per_target: to_jagged(token_sums(batch, per_target, lengths), rows, micro_batch)
+            share = target_shares(batch, lengths)
+            model_output = {"log_probs": jagged(weights * values.logprob)}
             if entropy:
-                outputs["entropy"] = values.entropy
+                model_output["entropy"] = jagged(share * values.entropy)
             if forward_only:
-                outputs["router_tie"] = router_tie_targets(batch, self.module.router_gap()).float()
+                ties = router_tie_targets(batch, self.module.router_gap())
+                model_output["router_tie"] = jagged(share * ties)
                 self.module.record_router_gaps(False)
-            model_output = {name: to_jagged(value, batch, rows, micro_batch) for name, value in outputs.items()}
+            if kept is not None:
+                model_output["log_probs"] = reweighted(model_output["log_probs"], kept, rows, micro_batch)
             if loss_function is None:
                 loss, metrics = torch.tensor(1.0, device=device), {}
             else:
-                loss, metrics = loss_function(
-                    model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
-                )
+                negative = None
+                if isinstance(likelihood, Elbo):
+                    bounds = upper_bounds(batch, values.logprob, weights, lengths, likelihood.beta)
+                    upper = to_jagged(bounds, rows, micro_batch)
+                    negative = sandwich(model_output["log_probs"], upper, -torch.ones_like(upper), likelihood.mix)
+                steps = to_jagged([step_ids(t, device) for t in traces], rows, micro_batch)
+                with loss_inputs(steps, negative, micro_batch):
+                    loss, metrics = loss_function(
+                        model_output=model_output, data=micro_batch, dp_group=self.get_data_parallel_group()
+                    )
         output = {"model_output": detach_tree(model_output), "loss": loss.detach().item(), "metrics": metrics}
         return loss, output
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """Likelihood of ``override_config.dllm``, exact without one."""
+        given = (self.model_config.override_config or {}).get("dllm") or {}
+        return make_likelihood(given.get("likelihood", "exact"), given.get("likelihood_options"))
 
     @property
     def _mask_id(self) -> int:
@@ -166,21 +205,72 @@ def dummy_trace(size: int) -> RolloutTrace:
     )  # fmt: skip
 
 
-def to_jagged(
-    values: torch.Tensor, batch: PackedBatch, rows: list[RolloutTrace | None], micro_batch: Any
-) -> torch.Tensor:
-    """Per-target values in verl's layout: jagged over prompt + response, response token j at index P + j - 1.
+def step_ids(trace: RolloutTrace, device: torch.device | str) -> torch.Tensor:
+    """A number for each (block, step) in which a token was drawn: int64 [R]; tokens never drawn share one of theirs."""
+    steps = trace.reveal_step.astype(np.int64) + 1
+    block = (trace.prompt_len + np.arange(len(steps))) // trace.block_size - trace.first_block
+    return torch.from_numpy(block * (int(steps.max(initial=0)) + 1) + steps).to(device)
 
-    Rows that were not replayed, and tokens that were never drawn, are 0.
+
+def subsampled(
+    states: Sequence[States], likelihood: Exact, rows: list[RolloutTrace | None], micro_batch: Any
+) -> tuple[list[States], list[torch.Tensor]]:
+    """Kept states of every replayed row and float32 [R] per row: the weight of each token in the loss.
+
+    A rank that has nothing but padding keeps its dummy states.
+    """
+    traces = [row for row in rows if row is not None]
+    old = [v for v, row in zip(micro_batch["old_log_probs"].unbind(), rows, strict=True) if row is not None]
+    made, weights = [], []
+    for state, trace, logprob in zip(states, traces, old, strict=False):
+        signal = slice_signals(state, logprob.float().cpu().numpy())
+        probability = inclusion_probabilities(signal, likelihood.keep, likelihood.keep_floor)
+        kept, weight = subsample(state, probability, len(trace.replay_ids), content_generator(trace, "keep"))
+        made.append(kept)
+        weights.append(torch.from_numpy(weight))
+    return made or list(states), weights
+
+
+def reweighted(
+    log_probs: torch.Tensor, kept: list[torch.Tensor], rows: list[RolloutTrace | None], micro_batch: Any
+) -> torch.Tensor:
+    """Put the loss weights of sub-sampled states where verl's losses look for weights.
+
+    Returns:
+        ``log_probs`` with the old log-prob at tokens that were left out, so that their ratio is 1 in the metrics.
+    """
+    old = micro_batch["old_log_probs"]
+    weights = iter(kept)
+    given = micro_batch["rollout_is_weights"].unbind() if "rollout_is_weights" in micro_batch else None
+    factors, pieces = [], []
+    columns = zip(rows, old.unbind(), log_probs.unbind(), strict=True)
+    for index, (row, before, now) in enumerate(columns):
+        weight = next(weights).to(before) if row is not None else torch.ones_like(before)
+        factors.append(weight if given is None else weight * given[index])
+        start = len(now) - len(before) - 1
+        left_out = torch.nn.functional.pad(torch.where(weight > 0, 0.0, before), (start, 1))
+        pieces.append(now + left_out)
+    # Not from offsets: verl pads this one, and torch then pads to the length of all rows together.
+    micro_batch["rollout_is_weights"] = torch.nested.as_nested_tensor(factors, layout=torch.jagged)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(pieces), log_probs.offsets())
+
+
+def to_jagged(parts: Sequence[torch.Tensor], rows: list[RolloutTrace | None], micro_batch: Any) -> torch.Tensor:
+    """Values per replay token in verl's layout: jagged over prompt + response, response token j at index P + j - 1.
+
+    Args:
+        parts: one [R] tensor per replayed row, or those of the dummy trace if there is none.
+
+    Returns:
+        Rows that were not replayed are 0.
     """
     prompts = micro_batch["prompts"].offsets().diff().tolist()
     responses = micro_batch["responses"].offsets().diff().tolist()
-    lengths = [n if row is not None else 0 for n, row in zip(responses, rows, strict=True)]
-    replayed = [n for n in lengths if n]
-    parts = iter(scatter_targets(batch, values, replayed) if replayed else ())
+    like, remaining = parts[0], iter(parts)
     pieces = []
     for prompt, response, row in zip(prompts, responses, rows, strict=True):
-        drawn = next(parts) if row is not None else values.new_zeros(response)
-        pieces += [values.new_zeros(prompt - 1), drawn, values.new_zeros(1)]
-    joined = torch.cat(pieces) + 0.0 * values.sum()
+        drawn = next(remaining) if row is not None else like.new_zeros(response)
+        pieces += [like.new_zeros(prompt - 1), drawn, like.new_zeros(1)]
+    # A rank with nothing but padding takes part in the backward pass all the same.
+    joined = torch.cat(pieces) + 0 * like.sum()
     return torch.nested.nested_tensor_from_jagged(joined, micro_batch["input_ids"].offsets())

@@ -20,11 +20,15 @@ def replay_field(line: Line, name: str) -> list:
 def logprob_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
     """|engine - trainer| log-prob of every drawn token, and whether it depends on a router tie.
 
+    Lines without ``trainer_logprob`` are left out: only the exact likelihood is on the engine's scale.
+
     Returns:
         float64 [N], bool [N].
     """
     diffs, ties = [np.zeros(0)], [np.zeros(0, bool)]
     for line in lines:
+        if "trainer_logprob" not in line:
+            continue
         drawn = np.asarray(replay_field(line, "reveal_step")) >= 0
         engine = np.asarray(replay_field(line, "logprob"), dtype=np.float64)
         diffs.append(np.abs(engine - np.asarray(line["trainer_logprob"], dtype=np.float64))[drawn])
@@ -59,7 +63,7 @@ def step_metrics(lines: Sequence[Line]) -> dict[str, float]:
     steps = [s for line in lines for s in line["steps_per_block"]]
     confidence = np.concatenate([np.asarray(line["confidence"], dtype=np.float64) for line in lines])
     lengths = np.asarray([len(line["output_ids"]) for line in lines])
-    tokens = sum(len(line["trainer_logprob"]) for line in lines)
+    tokens = sum(len(replay_field(line, "reveal_step")) for line in lines)
     diffs, ties = logprob_differences(lines)
     versions = [int(line["weight_version"]) for line in lines if str(line["weight_version"]).isdigit()]
     metrics = {

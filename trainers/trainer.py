@@ -43,6 +43,7 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         super().__init__(config)
         self.listener = listener or (lambda event, details: None)
         self.step_lines: list[dict[str, Any]] = []
+        self.exact = config.dllm.likelihood == "exact"
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -134,9 +135,9 @@ class BlockDiffusionTrainer(PPOTrainerSync):
                 uid=uids[i],
                 reward=float(unbound["rm_scores"][i].sum()),
                 ground_truth=rewards[i].get("ground_truth"),
-                trainer_logprob=logprob,
                 router_tie=[bool(v) for v in unbound["router_tie"][i][-len(logprob) - 1 : -1].tolist()],
             )
+            line["trainer_logprob" if self.exact else "trainer_likelihood"] = logprob
             line.update(
                 {k: v for k, v in (extra[i].get("reward_extra_info") or {}).items() if k in ("acc", "malformed")}
             )
@@ -159,4 +160,8 @@ class BlockDiffusionTrainer(PPOTrainerSync):
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        if not self.exact:
+            # verl compares the engine's log-probs with values of another likelihood.
+            for key in [k for k in metrics if k.startswith(("rollout_corr/", "training/rollout_"))]:
+                del metrics[key]
         self.listener("step_end", {"step": global_steps, "metrics": metrics, "lines": self.step_lines})

@@ -5,7 +5,6 @@ Needs verl, but no engine and no Ray.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +15,18 @@ import torch
 
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams
-from dllm.likelihood.exact import pack_traces
-from tests.support import SMALL_MASK, hand_made_trace, random_prompt
+from dllm.likelihood.exact import pack_traces, scatter_targets
+from tests.support import SMALL_MASK, hand_made_trace, random_prompt, verl_on_cpu
 
 
 @pytest.fixture(scope="module")
 def plugin() -> Iterator[SimpleNamespace]:
     """Modules of the plugin, imported the way verl's workers do on a CPU host."""
-    before = dict(os.environ)
-    os.environ.update(VERL_PLATFORM="cpu", VERL_USE_EXTERNAL_MODULES="rollout.verl")
-    import trainers.engine
-    from rollout.verl import agent_loop, replica, server
+    with verl_on_cpu():
+        import trainers.engine
+        from rollout.verl import agent_loop, replica, server
 
-    yield SimpleNamespace(engine=trainers.engine, agent_loop=agent_loop, replica=replica, server=server)
-    os.environ.clear()
-    os.environ.update(before)
+        yield SimpleNamespace(engine=trainers.engine, agent_loop=agent_loop, replica=replica, server=server)
 
 
 def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -81,7 +77,7 @@ def test_log_probs_are_shifted_left_by_one(plugin, batch):
     made = plugin.engine.replay_rows(rows, 4)
     packed = pack_traces([r for r in made if r is not None], SMALL_MASK, "cpu")
     values = -1.0 - torch.arange(len(packed.target_token)).float()
-    out = plugin.engine.to_jagged(values, packed, made, rows).unbind()
+    out = plugin.engine.to_jagged(scatter_targets(packed, values, [6, 5]), made, rows).unbind()
     assert [len(row) for row in out] == [12, 3, 8]
     assert not out[1].any()
     position = {
@@ -99,7 +95,7 @@ def test_gradients_pass_through_the_layout(plugin, batch):
     made = plugin.engine.replay_rows(rows, 4)
     packed = pack_traces([r for r in made if r is not None], SMALL_MASK, "cpu")
     values = torch.randn(len(packed.target_token), requires_grad=True)
-    plugin.engine.to_jagged(values, packed, made, rows).values().sum().backward()
+    plugin.engine.to_jagged(scatter_targets(packed, values, [6, 5]), made, rows).values().sum().backward()
     assert values.grad.tolist() == [1.0] * len(values)
 
 
@@ -112,7 +108,7 @@ def test_a_batch_of_padding_keeps_in_step(plugin, batch):
     packed = pack_traces([plugin.engine.dummy_trace(4)], SMALL_MASK, "cpu")
     assert packed.tokens > 0
     values = torch.zeros(len(packed.target_token), requires_grad=True)
-    out = plugin.engine.to_jagged(values, packed, made, only)
+    out = plugin.engine.to_jagged(scatter_targets(packed, values, [4]), made, only)
     assert out.unbind()[0].tolist() == [0.0, 0.0, 0.0] and out.requires_grad
 
 

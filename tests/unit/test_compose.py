@@ -89,6 +89,64 @@ def test_prompts_are_built_and_disjoint(resolve):
     assert not {str(p) for p in train.prompt} & {str(p) for p in held_out.prompt}
 
 
+class TestLikelihood:
+    def handed_over(self, run):
+        """What the actor's engine reads."""
+        return OmegaConf.to_container(run.config.actor_rollout_ref.model.override_config, resolve=True)
+
+    def test_exact_is_the_default_and_corrected(self, resolve):
+        run = resolve()
+        assert self.handed_over(run) == {
+            "attn_implementation": "sdpa",
+            "model_config": {},
+            "dllm": {"likelihood": "exact", "likelihood_options": {}},
+        }
+        assert run.config.algorithm.rollout_correction.rollout_is == "token"
+
+    @pytest.mark.parametrize("name", ["elbo", "one_step", "coupled"])
+    def test_one_switch_is_enough(self, resolve, name):
+        """Other likelihoods are not on the engine's scale, so nothing is corrected by its log-probs."""
+        run = resolve(f"dllm.likelihood={name}")
+        assert self.handed_over(run)["dllm"]["likelihood"] == name
+        assert run.config.algorithm.rollout_correction.rollout_is is None
+
+    def test_options_reach_the_engine(self, resolve):
+        run = resolve("dllm.likelihood=elbo", "+dllm.likelihood_options={samples: 3, noise: coupled}")
+        assert self.handed_over(run)["dllm"]["likelihood_options"] == {"samples": 3, "noise": "coupled"}
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (
+                ["dllm.likelihood=elbo", "algorithm.rollout_correction.rollout_is=token"],
+                "rollout_correction.rollout_is=token compares .* dllm.likelihood=elbo, .*; set it to null",
+            ),
+            (
+                ["dllm.likelihood=elbo", "dllm.max_logprob_diff=0.001"],
+                "dllm.max_logprob_diff=0.001 compares engine and trainer, which dllm.likelihood=elbo does not allow",
+            ),
+            (
+                ["+dllm.likelihood_options.keep=0.5", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+                "keep=0.5 sub-samples states, which biases loss_mode=gspo",
+            ),
+            (
+                ["actor_rollout_ref.actor.policy_loss.loss_mode=step_ratio", "dllm.likelihood=coupled"],
+                "loss_mode=step_ratio needs dllm.likelihood=exact, not coupled",
+            ),
+            (
+                [
+                    "actor_rollout_ref.actor.policy_loss.loss_mode=dapo_constant",
+                    "actor_rollout_ref.actor.loss_scale_factor=null",
+                ],
+                "loss_scale_factor=None leaves loss_mode=dapo_constant without its constant denominator; set it to",
+            ),
+        ],
+    )
+    def test_pairs_without_a_meaning_are_refused(self, resolve, overrides, message):
+        with pytest.raises(ConfigError, match=message):
+            resolve(*overrides)
+
+
 def test_a_path_is_used_instead_of_the_checkpoint_that_ships(resolve, tiny_dir):
     assert resolve().report.effective["model_path"] == str(tiny_dir)
 
@@ -122,7 +180,14 @@ def test_seed_reaches_the_data(resolve):
         ("dllm.options.threshold=2", r"threshold=2 is not in \(0, 1\]; LLaDA2 uses 0.95"),
         ("dllm.options.threshold=high", r"threshold='high' has the wrong type; expected float"),
         ("dllm.algorithm=Sample", r"dllm algorithm 'Sample' does not exist; use one of"),
-        ("dllm.likelihood=guess", r"dllm.likelihood='guess' does not exist; use one of \['exact'\]"),
+        ("dllm.likelihood=guess", r"dllm.likelihood='guess' does not exist; use one of \['coupled', 'elbo', 'exact'"),
+        (
+            "+dllm.likelihood_options.keeps=1",
+            r"'keeps' is not an option of exact; valid keys are \['keep', 'keep_floor'\]",
+        ),
+        ("+dllm.likelihood_options.keep=2", r"dllm.likelihood_options.keep=2.0 is not in \(0, 1\]"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=ppo", r"loss_mode='ppo' does not exist; use one of"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=spg", r"loss_mode=spg needs dllm.likelihood=elbo, not exact"),
         ("dllm.max_logprob_diff=small", r"dllm.max_logprob_diff: Value 'small' of type 'str' could not be converted"),
         ("recipe.seed=zero", r"recipe.seed: Value 'zero' of type 'str' could not be converted to Integer"),
         ("task=nothing", r"Could not find 'task/nothing' Available options in 'task': .*chain_sum"),

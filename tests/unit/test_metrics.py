@@ -29,6 +29,15 @@ def test_differences_cover_drawn_tokens_of_the_tail_too():
     assert ties.tolist() == [False, True, False, False, False, False, False]
 
 
+def test_values_of_another_likelihood_are_not_compared():
+    other = line()
+    other["trainer_likelihood"] = [-50.0] * len(other.pop("trainer_logprob"))
+    assert logprob_differences([other])[0].tolist() == []
+    metrics = step_metrics([other, other])
+    assert not any(key.startswith("rollout_corr/") for key in metrics)
+    assert metrics["dllm/tokens_per_forward"] == pytest.approx(8 / 6)
+
+
 def test_summary_leaves_ties_out_of_one_maximum_only():
     diffs = np.concatenate([np.zeros(998), [0.25, 3.0]])
     ties = np.zeros(1000, bool)

@@ -1,0 +1,329 @@
+"""Likelihoods side by side: what they cost, and how far they are from what they estimate.
+
+    python -m recipes.bench_likelihood                                  # a random tiny model
+    python -m recipes.bench_likelihood --device cuda --model-path DIR --prompt 256 --response 2048 --json FILE
+
+Cost: tokens of the forward pass, as a multiple of the P + R of the sequences too, and seconds, for random sequences of
+one shape. Accuracy: mean and standard deviation over many draws of the masks on a small random model, against the ELBO
+with all its states enumerated and against the log-likelihood of the decoder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from dllm.attention import attention_for
+from dllm.config import ConfigError, resolve
+from dllm.decoding import SamplingBatch, SamplingParams, make_decoder
+from dllm.likelihood import Coupled, Elbo, Exact, Likelihood, OneStep, States
+from dllm.likelihood.enumeration import estimate, score_all_states
+from dllm.likelihood.exact import target_head
+from dllm.likelihood.states import content_generator, forward_tokens, pack_states, split
+from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
+from dllm.models.checkpoint import load_model
+from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM, init_weights
+from dllm.reference import decode
+from dllm.replay import SampleSlices
+from dllm.trace import RolloutTrace
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+VOCAB, MASK = 48, 47
+KEEP, ROW = 0.25, 512
+
+
+def random_model(seed: int, hidden: int = 64, layers: int = 3) -> LLaDA2MoeModelLM:
+    """A random network with every part of the real one."""
+    shape = LLaDA2Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=hidden // 2,
+        n_group=4,
+        topk_group=2,
+    )
+    model = LLaDA2MoeModelLM(shape)
+    init_weights(model, seed)
+    return model.eval()
+
+
+def random_trace(
+    generator: np.random.Generator, prompt: int, response: int, size: int, per_step: float, vocab: int, mask_id: int
+) -> RolloutTrace:
+    """Random tokens, revealed in random order, ``per_step`` of them at each step on average."""
+    tokens = generator.integers(0, vocab - 1, prompt + response).astype(np.int32)
+    tokens[tokens == mask_id] = vocab - 1
+    steps = np.zeros(response, np.int16)
+    counts = []
+    for start in range(prompt // size * size, prompt + response, size):
+        free = np.arange(max(start, prompt), start + size) - prompt
+        count = max(1, round(len(free) / per_step))
+        steps[generator.permutation(free)] = np.arange(len(free)) % count
+        counts.append(count)
+    logprob = np.log(generator.uniform(0.2, 1.0, response)).astype(np.float32)
+    ones, versions = np.ones(response, np.float32), [""] * len(counts)
+    return RolloutTrace(
+        tokens[:prompt], tokens[prompt:], response, steps, logprob, logprob, ones, counts, versions, size
+    )
+
+
+# Cost
+
+
+def row_per_step(states: States) -> list[States]:
+    """The same slices with a copy of the clean tokens for every step, as where each round is a row of its own."""
+    count = len(states.sample.slices)
+    steps = sorted({piece.step for piece in states.sample.slices})
+    ends = np.cumsum([0, *(len(piece.columns) for piece in states.sample.slices)])
+    rows = []
+    for step in steps:
+        chosen = [i for i in range(count) if states.sample.slices[i].step == step]
+        weights = np.concatenate([states.weights[ends[i] : ends[i + 1]] for i in chosen])
+        sample = SampleSlices(states.sample.clean, [states.sample.slices[i] for i in chosen])
+        rows.append(States(sample, weights))
+    return rows
+
+
+def kept_states(trace: RolloutTrace, mask_id: int) -> list[States]:
+    """The replay's states, sub-sampled to ``KEEP`` of them."""
+    states = Exact().states(trace, mask_id)
+    probability = inclusion_probabilities(slice_signals(states, trace.logprob), KEEP, 0.1)
+    return [subsample(states, probability, len(trace.replay_ids), content_generator(trace, "keep"))[0]]
+
+
+def methods() -> dict[str, Callable[[RolloutTrace, int], list[States]]]:
+    """What is measured: the states of one response, as one or several rows."""
+    alone = lambda likelihood: lambda trace, mask_id: [likelihood.states(trace, mask_id)]
+    return {
+        "exact": alone(Exact()),
+        f"exact, keep={KEEP}": kept_states,
+        f"exact, rows of {ROW}": lambda trace, mask_id: split(Exact().states(trace, mask_id), ROW),
+        "exact, a row per step": lambda trace, mask_id: row_per_step(Exact().states(trace, mask_id)),
+        "elbo, stratified, 2": alone(Elbo(2)),
+        "elbo, coupled, 1": alone(Elbo(1, "coupled")),
+        "elbo, stratified, 16": alone(Elbo(16)),
+        "one_step": alone(OneStep()),
+        "coupled": alone(Coupled()),
+    }
+
+
+@dataclass
+class Cost:
+    """One row of the cost table; seconds are the fastest of the repeats."""
+
+    method: str
+    tokens: int
+    multiple: float
+    forward_s: float
+    update_s: float
+
+
+def _weighted_sum(model: LLaDA2MoeModelLM, states: Sequence[States], size: int, mask_id: int, device: str) -> Any:
+    batch, weights = pack_states(states, size, device)
+    sampling = SamplingBatch.from_params([SamplingParams()] * len(states), [0] * len(states), device)
+    values = model(batch.input_ids, batch.position, attention_for(batch), target_head(batch, sampling, mask_id))
+    return (weights * values.logprob).sum()
+
+
+def _fastest(action: Callable[[], Any], repeats: int, device: str) -> float:
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        action()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def measure_cost(
+    model: LLaDA2MoeModelLM, traces: Sequence[RolloutTrace], mask_id: int, device: str, repeats: int
+) -> list[Cost]:
+    """Forward passes without gradients, and forward with backward, over all traces at once."""
+    costs = []
+    size = traces[0].block_size
+    for name, build in tqdm(methods().items(), desc="cost", unit="method", disable=None):
+        states = [row for trace in traces for row in build(trace, mask_id)]
+        tokens, multiple = forward_tokens(states, sum(t.prompt_len + len(t.replay_ids) for t in traces))
+
+        def forward(states: Sequence[States] = states) -> None:
+            with torch.no_grad():
+                _weighted_sum(model, states, size, mask_id, device)
+
+        def update(states: Sequence[States] = states) -> None:
+            _weighted_sum(model, states, size, mask_id, device).backward()
+            model.zero_grad(set_to_none=True)
+
+        forward()  # compiles and allocates
+        costs.append(
+            Cost(name, tokens, multiple, _fastest(forward, repeats, device), _fastest(update, repeats, device))
+        )
+    return costs
+
+
+# Accuracy
+
+
+@dataclass
+class Accuracy:
+    """One row of the accuracy table, in nats."""
+
+    method: str
+    states_per_block: float
+    mean: float
+    deviation: float
+    bias: float
+    bias_error: float
+    against_decoder: float
+
+
+def estimators() -> dict[str, Likelihood]:
+    return {
+        "elbo, iid, 2": Elbo(2, "iid"),
+        "elbo, stratified, 2": Elbo(2),
+        "elbo, stratified, 3": Elbo(3),
+        "elbo, coupled, 1": Elbo(1, "coupled"),
+        "elbo, stratified, 16": Elbo(16),
+        "one_step": OneStep(),
+        "coupled": Coupled(),
+    }
+
+
+def measure_accuracy(draws: int, seed: int, block_size: int = 8) -> tuple[list[Accuracy], float, float]:
+    """Estimators on one decoded response of a random model.
+
+    Returns:
+        Rows, the enumerated ELBO and the log-likelihood of the decoder.
+    """
+    model = random_model(seed)
+    generator = np.random.default_rng(seed)
+    prompt = generator.integers(0, MASK, block_size + 3).tolist()
+    decoder = make_decoder("SelectThenSample", MASK, {"threshold": 0.15})
+    with torch.no_grad():
+        trace = decode(model, prompt, decoder, block_size=block_size, max_new_tokens=2 * block_size - 3, seed=seed)
+    scores = score_all_states(model, trace, MASK)
+    exact = estimate(Elbo(noise="all").states(trace, MASK), scores)
+    decoded = float(trace.logprob.sum())
+    rows = []
+    for name, likelihood in tqdm(estimators().items(), desc="accuracy", unit="method", disable=None):
+        states = [likelihood.states(trace, MASK, generator) for _ in range(draws)]
+        values = np.asarray([estimate(s, scores) for s in states])
+        slices = float(np.mean([len(s.sample.slices) for s in states])) / len(trace.steps_per_block)
+        mean, deviation = float(values.mean()), float(values.std(ddof=1))
+        error = deviation / draws**0.5
+        rows.append(Accuracy(name, slices, mean, deviation, mean - exact, error, mean - decoded))
+    return rows, exact, decoded
+
+
+# Output
+
+
+def cost_table(costs: Sequence[Cost], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for column in ("tokens", "x (P + R)", "forward s", "update s"):
+        table.add_column(column, justify="right")
+    for c in costs:
+        table.add_row(c.method, f"{c.tokens:,}", f"{c.multiple:.2f}", f"{c.forward_s:.3f}", f"{c.update_s:.3f}")
+    return table
+
+
+def accuracy_table(rows: Sequence[Accuracy], title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for column in ("states", "mean", "sd", "- ELBO", "s.e.", "- decoder"):
+        table.add_column(column, justify="right")
+    for r in rows:
+        numbers = (r.mean, r.deviation, r.bias, r.bias_error, r.against_decoder)
+        table.add_row(r.method, f"{r.states_per_block:.1f}", *(f"{number:.3f}" for number in numbers))
+    return table
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m recipes.bench_likelihood", description=__doc__.splitlines()[0])
+    p.add_argument("--model-path", help="checkpoint for the cost table; without one a random tiny model")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    p.add_argument("--dtype", default="float32", choices=tuple(DTYPES))
+    p.add_argument("--prompt", type=int, default=40, help="tokens of the prompt")
+    p.add_argument("--response", type=int, default=120, help="tokens of the response; with the prompt whole blocks")
+    p.add_argument("--block-size", type=int, default=32, help="without --model-path only")
+    p.add_argument("--tokens-per-step", type=float, default=2.55, help="tokens revealed per denoise step")
+    p.add_argument("--samples", type=int, default=4, help="sequences in the batch")
+    p.add_argument("--repeats", type=int, default=3, help="timed passes, of which the fastest counts")
+    p.add_argument("--draws", type=int, default=2000, help="draws of the masks per estimator")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--json", type=Path, help="write both tables to this file")
+    return p
+
+
+def check(args: argparse.Namespace, block_size: int) -> None:
+    """Refuse numbers that describe no batch.
+
+    Raises:
+        ConfigError: an argument is out of range or the sequence does not end on the grid.
+    """
+    for name in ("prompt", "response", "samples", "repeats"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} {getattr(args, name)} is below 1; give a positive number")
+    if args.draws < 2:
+        raise ConfigError(f"--draws {args.draws} leaves no deviation to compute; give at least 2")
+    if args.tokens_per_step < 1:
+        raise ConfigError(f"--tokens-per-step {args.tokens_per_step} is below 1; a step reveals at least one token")
+    if rest := (args.prompt + args.response) % block_size:
+        raise ConfigError(
+            f"--prompt {args.prompt} and --response {args.response} do not end on the grid of block size {block_size}; "
+            f"make the response {args.response + block_size - rest}"
+        )
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        raise ConfigError(f"--json {args.json} lies in a directory that does not exist; create it first")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        found = resolve(args.model_path) if args.model_path else None
+        size, mask_id = (found.block_size, found.mask_id) if found else (args.block_size, MASK)
+        check(args, size)
+        model = load_model(args.model_path, DTYPES[args.dtype], args.device) if found else random_model(args.seed)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    model = model.to(args.device, DTYPES[args.dtype])
+    generator = np.random.default_rng(args.seed)
+    shape = (args.prompt, args.response, size, args.tokens_per_step, model.shape.vocab_size, mask_id)
+    traces = [random_trace(generator, *shape) for _ in range(args.samples)]
+    costs = measure_cost(model, traces, mask_id, args.device, args.repeats)
+    accuracy, elbo, decoder = measure_accuracy(args.draws, args.seed)
+    console = Console()
+    what = f"{args.samples} sequences, P={args.prompt}, R={args.response}, B={size}, {args.tokens_per_step} a step"
+    console.print(cost_table(costs, f"Cost: {what}, {args.device}, {args.dtype}"))
+    truth = f"ELBO {elbo:.3f}, decoder {decoder:.3f}"
+    console.print(accuracy_table(accuracy, f"Accuracy: {args.draws} draws, one response, B=8; nats; {truth}"))
+    if args.json is not None:
+        rows = {"cost": [asdict(c) for c in costs], "accuracy": [asdict(a) for a in accuracy]}
+        settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+        record = {"settings": settings | {"block_size": size}, **rows, "elbo": elbo, "decoder": decoder}
+        args.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
