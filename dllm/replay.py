@@ -111,6 +111,7 @@ def share_prefixes(samples: Sequence[SampleSlices], slices_per_row: int = SLICES
             open_row[key] = SampleSlices(sample.clean, list(sample.slices), owners)
             merged.append(open_row[key])
         else:
+            assert row.owners is not None
             row.slices.extend(sample.slices)
             row.owners.extend(owners)
     return merged

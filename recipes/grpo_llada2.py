@@ -33,6 +33,9 @@ def prepare_environment(hardware: str, run_dir: Path) -> None:
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    # Ray reads it when imported. Its hook for `uv run` packs the working directory and fails on verl's runtime
+    # environment, which says working_dir=None; our workers start from the driver's interpreter anyway.
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ["WANDB_DIR"] = str(run_dir)
     os.environ.setdefault("WANDB_SILENT", "true")
     if not (os.environ.get("WANDB_API_KEY") or "api.wandb.ai" in _netrc()):

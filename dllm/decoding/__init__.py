@@ -8,10 +8,28 @@ from typing import Any
 
 from dllm.config import ConfigError
 from dllm.decoding.base import BlockBatch, Decoder, Reveal
+from dllm.decoding.entropy_bound import EntropyBound
+from dllm.decoding.fast_dllm_v2 import FastDLLMv2
+from dllm.decoding.joint_threshold import JointThreshold
+from dllm.decoding.margin import Margin
+from dllm.decoding.sample_then_select import SampleThenSelect
 from dllm.decoding.sampling import NO_TOP_K, SamplingBatch, SamplingParams
 from dllm.decoding.select_then_sample import LowConfidence, SelectThenSample
+from dllm.decoding.static_steps import StaticSteps
 
-DECODERS: Mapping[str, type] = {cls.__name__: cls for cls in (SelectThenSample, LowConfidence)}
+DECODERS: Mapping[str, type] = {
+    cls.__name__: cls
+    for cls in (
+        SelectThenSample,
+        LowConfidence,
+        SampleThenSelect,
+        JointThreshold,
+        StaticSteps,
+        EntropyBound,
+        Margin,
+        FastDLLMv2,
+    )
+}
 
 __all__ = [
     "DECODERS",

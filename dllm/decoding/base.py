@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
-from dllm.decoding.sampling import SamplingBatch, draw, drawn_logprob, sampling_logprobs
+from dllm.decoding.confidence import ROWS_PER_CHUNK
+from dllm.decoding.sampling import SamplingBatch, draw, sampling_logprobs
 
 
 @dataclass
@@ -92,9 +94,27 @@ def draw_at(blocks: BlockBatch, logits: Tensor, where: Tensor, mask_id: int) -> 
     Returns:
         tokens int64 [m], their log-probs float32 [m] and their raw log-probs float32 [m], row-major order.
     """
+    token, logp, raw = draw_everywhere(blocks, logits, where, mask_id)
+    greedy = blocks.sampling.greedy[where.nonzero(as_tuple=True)[0]]
+    return token, torch.where(greedy, torch.zeros_like(logp), logp), raw
+
+
+def draw_everywhere(blocks: BlockBatch, logits: Tensor, where: Tensor, mask_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Like ``draw_at``, but the log-prob of a greedy row is that of its argmax at temperature 1."""
     row, column = where.nonzero(as_tuple=True)
+    parts = [
+        _draw(blocks, logits, row[part], column[part], mask_id)
+        for part in torch.arange(len(row), device=row.device).split(ROWS_PER_CHUNK)
+    ]
+    return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+
+
+def _draw(
+    blocks: BlockBatch, logits: Tensor, row: Tensor, column: Tensor, mask_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
     sampling = blocks.sampling.rows(row)
-    logp = sampling_logprobs(logits[row, column], sampling, mask_id)
+    scores = logits[row, column]
+    logp = sampling_logprobs(scores, sampling, mask_id)
     token = draw(logp, sampling, blocks.start[row] + column, blocks.step[row])
-    plain = logp if sampling.raw else sampling_logprobs(logits[row, column], sampling, mask_id, raw=True)
-    return token, drawn_logprob(logp, sampling, token), plain.gather(-1, token[:, None])[:, 0]
+    plain = logp if sampling.raw else sampling_logprobs(scores, sampling, mask_id, raw=True)
+    return token, logp.gather(-1, token[:, None])[:, 0], plain.gather(-1, token[:, None])[:, 0]

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-# Rows of one softmax. A row of LLaDA2's vocabulary is 0.6 MB in fp32, so a chunk stays below 400 MB.
-_CHUNK = 512
+ROWS_PER_CHUNK = 512
+"""Rows of the vocabulary in one piece of work. A row of LLaDA2's is 0.6 MB in fp32, so a piece stays below 400 MB."""
+
+
+def masked_statistic(ids: Tensor, logits: Tensor, mask_id: int, statistic: Callable[[Tensor], Tensor]) -> Tensor:
+    """A number for every hidden position.
+
+    Args:
+        ids: int64 [n, B].
+        logits: float [n, B, V].
+        statistic: of logits [m, V], float32 [m].
+
+    Returns:
+        float32 [n, B], -inf where a position is not hidden.
+    """
+    hidden = ids == mask_id
+    values = [statistic(chunk) for chunk in logits[hidden].split(ROWS_PER_CHUNK)]
+    result = torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=ids.device)
+    if values:
+        result[hidden] = torch.cat(values)
+    return result
 
 
 def masked_confidence(ids: Tensor, logits: Tensor, mask_id: int) -> Tensor:
@@ -15,20 +36,10 @@ def masked_confidence(ids: Tensor, logits: Tensor, mask_id: int) -> Tensor:
     The mask token is part of this softmax, as in SGLang's LowConfidence: the schedule is a statistic of the
     model and must not depend on the sampling parameters.
 
-    Args:
-        ids: int64 [n, B].
-        logits: float [n, B, V].
-
     Returns:
         float32 [n, B], -inf where a position is not hidden, NaN where its logits are NaN or infinite.
     """
-    hidden = ids == mask_id
-    rows = logits[hidden]
-    best = [chunk.float().softmax(-1).amax(-1) for chunk in rows.split(_CHUNK)]
-    confidence = torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=ids.device)
-    if best:
-        confidence[hidden] = torch.cat(best)
-    return confidence
+    return masked_statistic(ids, logits, mask_id, lambda rows: rows.float().softmax(-1).amax(-1))
 
 
 def above_threshold_or_best(confidence: Tensor, threshold: float) -> Tensor:
@@ -44,6 +55,12 @@ def above_threshold_or_best(confidence: Tensor, threshold: float) -> Tensor:
     best = torch.zeros_like(chosen).scatter_(1, confidence.argmax(1, keepdim=True), True)
     chosen = torch.where(chosen.any(1, keepdim=True), chosen, best)
     return chosen & (confidence > -torch.inf)
+
+
+def best(confidence: Tensor, count: int) -> Tensor:
+    """The ``count`` most confident hidden positions (first of equals), or all there are: bool [n, B]."""
+    order = confidence.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return torch.zeros_like(confidence, dtype=torch.bool).scatter_(1, order, True) & (confidence > -torch.inf)
 
 
 def failed_rows(confidence: Tensor) -> Tensor:

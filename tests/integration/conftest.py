@@ -67,8 +67,15 @@ def tiny(tmp_path_factory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def mask_likely(tmp_path_factory) -> TinyModel:
-    """The same shape with other weights, whose head makes the mask token as likely as any other."""
-    return make(tmp_path_factory.mktemp("mask_likely"), seed=2, head_std=0.3)
+    """The same shape with other weights: the first seed whose head makes the mask token likely.
+
+    The mask token's row is drawn like the others; at a standard deviation of 0.3 some rows are far from average.
+    """
+    for seed in range(2, 50):
+        made = make(tmp_path_factory.mktemp("mask_likely"), seed, head_std=0.3)
+        if made.mask_share() > 0.03:
+            return made
+    raise AssertionError("no seed makes the mask token likely")
 
 
 @dataclass

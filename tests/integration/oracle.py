@@ -22,7 +22,7 @@ from dllm.decoding.confidence import masked_confidence
 from dllm.decoding.sampling import sampling_logprobs
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.noise import uniform
-from dllm.reference import decode
+from dllm.reference import block_logits, decode
 from dllm.trace import RolloutTrace
 from tests.support import write_tiny_model
 
@@ -97,6 +97,13 @@ class TinyModel:
     def prompt(self, length: int, variant: int = 0) -> list[int]:
         """Token ids without special tokens."""
         return [6 + (7 * i + 13 * length + 29 * variant) % 240 for i in range(length)]
+
+    def mask_share(self) -> float:
+        """Mean probability of the mask token in blocks without any token yet."""
+        hidden = [self.config.mask_id] * self.config.block_size
+        states = [self.prompt(length, variant) + hidden for length in (32, 64) for variant in range(4)]
+        logits = [block_logits(self.model, torch.tensor(ids), self.config.block_size) for ids in states]
+        return float(torch.cat(logits).softmax(-1)[:, self.config.mask_id].mean())
 
     def reference(self, prompt: Sequence[int], algorithm: str = "SelectThenSample", **arguments: Any) -> RolloutTrace:
         """The oracle's response; see ``dllm.reference.decode``."""

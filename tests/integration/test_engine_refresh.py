@@ -161,7 +161,7 @@ def test_a_likely_mask_token_is_never_emitted_nor_counted(server, tiny, mask_lik
         np.testing.assert_allclose(right.detach().numpy(), trace.logprob, atol=TOLERANCE)
         wrong.append(np.abs(with_mask_token(mask_likely, trace) - trace.logprob))
     difference = np.concatenate(wrong)
-    assert difference.max() > 1e-2 and np.mean(difference > 1e-3) > 0.2
+    assert difference.max() > 1e-2 and np.mean(difference > 1e-3) > 0.5
 
 
 def with_mask_token(tiny: TinyModel, trace) -> np.ndarray:

@@ -11,7 +11,7 @@ import torch
 from dllm.attention import dense_attention, dense_mask, flex_attention, sees
 from dllm.decoding import SamplingParams, make_decoder
 from dllm.decoding.sampling import drawn_logprob, sampling_logprobs
-from dllm.likelihood.exact import pack_traces, replay_logprobs, scatter_targets, target_head
+from dllm.likelihood.exact import pack_traces, replay_logprobs, router_tie_targets, scatter_targets, target_head
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.reference import block_logits, decode
 from dllm.replay import (
@@ -241,6 +241,55 @@ def test_a_shared_row_is_bounded():
     count = len(sample.slices)
     merged = share_prefixes([sample] * 5, slices_per_row=2 * count)
     assert [len(m.slices) // count for m in merged] == [2, 2, 1]
+
+
+class TestSharedPrefixes:
+    """Samples of one prompt in the same block stand behind one copy of their clean tokens."""
+
+    def group(self, count: int, prompt: int = 14, seed: int = 0) -> list[RolloutTrace]:
+        """Responses of two tokens to one prompt, all in the prompt's last block."""
+        made = [schedule(prompt, 2, seed + i) for i in range(count)]
+        return [replace(trace, prompt_ids=made[0].prompt_ids) for trace in made]
+
+    def logprobs(self, model, samples, traces):
+        batch = pack(samples, SIZE)
+        head = target_head(batch, sampling_batch([t.sampling for t in traces]), M)
+        with torch.no_grad():
+            values = model(batch.input_ids, batch.position, dense_attention(batch), head)
+        return scatter_targets(batch, values.logprob, [len(t.replay_ids) for t in traces]), batch.tokens
+
+    def test_log_probs_are_those_of_separate_copies(self, model):
+        mixed = [*self.group(3), *self.group(2, seed=50), schedule(6, 10, 7), *self.group(2)]
+        samples = [build_slices(t, M) for t in mixed]
+        apart, cost_apart = self.logprobs(model, samples, mixed)
+        shared, cost_shared = self.logprobs(model, share_prefixes(samples), mixed)
+        assert [len(s.slices) for s in samples] == [len(build_slices(t, M).slices) for t in mixed], "inputs are kept"
+        assert cost_shared < cost_apart
+        for left, right, trace in zip(apart, shared, mixed, strict=True):
+            torch.testing.assert_close(left, right, atol=2e-5, rtol=0)
+            np.testing.assert_allclose(right.numpy(), sequential_logprobs(model, trace, M), atol=2e-5)
+
+    def test_only_equal_prefixes_are_shared(self):
+        first, second = self.group(2), self.group(2, seed=50)
+        merged = share_prefixes([build_slices(t, M) for t in (first[0], second[0], first[1], second[1])])
+        assert len(merged) == 2
+        assert [sorted(set(row.owners)) for row in merged] == [[0, 2], [1, 3]]
+
+    def test_rows_stay_short(self):
+        samples = [build_slices(t, M) for t in self.group(12)]
+        merged = share_prefixes(samples, slices_per_row=4)
+        assert all(len(row.slices) <= 4 for row in merged)
+        assert sorted(owner for row in merged for owner in row.owners) == sorted(
+            i for i, s in enumerate(samples) for _ in s.slices
+        )
+
+    def test_a_tie_in_a_shared_prefix_reaches_every_sample(self):
+        samples = share_prefixes([build_slices(t, M) for t in self.group(3)], slices_per_row=100)
+        batch = pack(samples, SIZE)
+        gap = torch.ones(batch.doc.shape)
+        gap[0, 0] = 1e-7
+        tied = router_tie_targets(batch, gap.reshape(-1))
+        assert set(batch.target_sample[tied].tolist()) == {0, 1, 2} and tied.all()
 
 
 def test_flex_attention_follows_the_same_rule(model):

@@ -1,0 +1,47 @@
+"""Sub-blocks from left to right inside the block."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dllm.decoding.base import BlockBatch, Reveal, draw_at
+from dllm.decoding.confidence import above_threshold_or_best, failed_rows, masked_confidence
+from dllm.decoding.select_then_sample import reveal
+
+
+class FastDLLMv2:
+    """Select-then-sample inside the first sub-block that still has hidden positions (Wu et al., "Fast-dLLM v2", 2025).
+
+    The whole block is computed at every step. The original's cache of the block's other sub-blocks makes logits depend
+    on the order of earlier reveals, so no replay could rebuild them: it is not offered.
+    """
+
+    options: ClassVar[dict[str, Any]] = {"threshold": 0.9, "sub_block_size": 8}
+
+    def __init__(self, mask_id: int, threshold: float = 0.9, sub_block_size: int = 8) -> None:
+        if not 0 < threshold <= 1:
+            raise ValueError(f"threshold={threshold} is not in (0, 1]; Fast-dLLM v2 uses 0.9")
+        if sub_block_size < 1:
+            raise ValueError(f"sub_block_size={sub_block_size} is not positive; Fast-dLLM v2 uses 8")
+        self.mask_id = mask_id
+        self.threshold = threshold
+        self.sub_block_size = sub_block_size
+
+    def max_steps(self, block_size: int) -> int:
+        return block_size + 1
+
+    def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
+        confidence = masked_confidence(blocks.ids, logits, self.mask_id)
+        failed = failed_rows(confidence)
+        eligible = torch.where(self._active(blocks.ids), confidence, -torch.inf)
+        chosen = above_threshold_or_best(eligible, self.threshold) & ~failed[:, None]
+        return reveal(blocks, self.mask_id, chosen, *draw_at(blocks, logits, chosen, self.mask_id), confidence, failed)
+
+    def _active(self, ids: Tensor) -> Tensor:
+        """bool [n, B]: positions of the first sub-block with a hidden one."""
+        first = (ids == self.mask_id).int().argmax(1, keepdim=True)
+        column = torch.arange(ids.shape[1], device=ids.device)
+        return column // self.sub_block_size == first // self.sub_block_size
