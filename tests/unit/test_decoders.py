@@ -309,7 +309,7 @@ class TestRegistry:
     def test_defaults_build(self, name):
         decoder = make_decoder(name, MASK)
         assert isinstance(decoder, Decoder)
-        assert decoder.max_steps(32) == 33
+        assert decoder.max_steps(32) >= 33
 
     def test_default_threshold(self):
         assert make_decoder("SelectThenSample", MASK).threshold == 0.95
@@ -322,7 +322,7 @@ class TestRegistry:
     @pytest.mark.parametrize(
         ("name", "options", "message"),
         [
-            ("Select", {}, r"'Select' does not exist; use one of \['LowConfidence', 'SelectThenSample'\] or 'package"),
+            ("Select", {}, r"'Select' does not exist; use one of \['EntropyBound', .*'StaticSteps'\] or 'package"),
             ("no.such.module:X", {}, r"'no.such.module:X' cannot be imported .*; check the module path"),
             ("dllm.config:NoSuchClass", {}, r"cannot be imported .*; check the module path"),
             ("dllm.config:ConfigError", {}, r"is not a decoder class; it needs step"),
