@@ -219,7 +219,7 @@ def _check_objective(config: DictConfig, dllm: DllmSettings) -> None:
     )
 
 
-def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str, str]:
+def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str | list[str], str | list[str]]:
     """Paths of the train and held-out prompts; prompts of a generator are built on a real start only.
 
     Raises:
@@ -231,5 +231,4 @@ def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str, str]:
     check_task(task)
     if recipe.dry_run:
         return f"<{task['name']}: train>", f"<{task['name']}: held-out>"
-    train, held_out = build(task, Path(recipe.cache_dir))
-    return str(train), str(held_out)
+    return build(task, Path(recipe.cache_dir))
