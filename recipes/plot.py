@@ -1,6 +1,7 @@
 """Curves of a run.
 
 python -m recipes.plot outputs/grpo_llada2/NAME
+python -m recipes.plot outputs/grpo_llada2/{A,B,C} --compare accuracy.png    # held-out accuracy of several runs
 """
 
 from __future__ import annotations
@@ -85,15 +86,38 @@ def plot_run(directory: Path) -> list[Path]:
     return written
 
 
+def plot_comparison(directories: Sequence[Path], path: Path) -> Path:
+    """Held-out accuracy of several runs, and their training reward behind it, in one figure."""
+    figure, axes = _figure("Share of right answers", "held-out, greedy (thin: training, temperature 1)")
+    for index, directory in enumerate(directories):
+        records = list(read_metrics(directory))
+        steps = [r for r in records if r["kind"] == "step"]
+        held_out = [r for r in records if r["kind"] == "validation"]
+        colour = f"C{index}"
+        axes.plot([r["step"] for r in steps], [r["critic/rewards/mean"] for r in steps], color=colour, lw=0.8, alpha=0.4)
+        accuracies = [validation_accuracy(r) for r in held_out]
+        axes.plot([r["step"] for r in held_out], accuracies, color=colour, marker="o", label=directory.name)
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recipes.plot", description="Draw the curves of a run.")
-    parser.add_argument("run", help="directory of the run")
-    directory = Path(parser.parse_args(argv).run)
-    if not (directory / "metrics.jsonl").is_file():
-        print(f"error: {str(directory)!r} has no metrics.jsonl; pass the directory of a run", file=sys.stderr)
-        return 2
-    for path in plot_run(directory):
-        print(path)
+    parser = argparse.ArgumentParser(prog="python -m recipes.plot", description="Draw the curves of runs.")
+    parser.add_argument("runs", nargs="+", help="directories of runs")
+    parser.add_argument("--compare", metavar="FILE.png", help="draw all runs into one figure instead")
+    args = parser.parse_args(argv)
+    directories = [Path(run) for run in args.runs]
+    for directory in directories:
+        if not (directory / "metrics.jsonl").is_file():
+            print(f"error: {str(directory)!r} has no metrics.jsonl; pass the directory of a run", file=sys.stderr)
+            return 2
+    if args.compare:
+        print(plot_comparison(directories, Path(args.compare)))
+        return 0
+    for directory in directories:
+        for path in plot_run(directory):
+            print(path)
     return 0
 
 

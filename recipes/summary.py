@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,11 @@ def summarise(directory: Path) -> dict[str, Any]:
     }
 
 
-def count_prompts(path: str) -> int:
-    """Rows of a parquet file."""
+def count_prompts(files: str | Sequence[str]) -> int:
+    """Rows of a parquet file, or of several."""
     import pyarrow.parquet
 
-    return pyarrow.parquet.ParquetFile(path).metadata.num_rows
+    return sum(pyarrow.parquet.ParquetFile(f).metadata.num_rows for f in ([files] if isinstance(files, str) else files))
 
 
 def finish_run(run: ResolvedRun, seconds: dict[str, float], wall_s: float) -> dict[str, Any]:

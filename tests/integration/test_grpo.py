@@ -1,6 +1,6 @@
 """The recipe itself, as a user starts it: a run whose driver is killed, and its way on to a good end.
 
-One story in two starts of the same run: ``killed``, ``finished``. What happens when an engine or a worker dies is in
+One story in two starts of the same run, on the checkpoint that ships: ``killed``, ``finished``. What happens when an engine or a worker dies is in
 ``test_watchdog.py``.
 """
 
@@ -25,12 +25,12 @@ from dllm.decoding import SamplingParams
 from dllm.noise import sample_seed
 from dllm.trace import RolloutTrace
 from recipes import check_logprobs, grpo_llada2
+from recipes.compose import CHECKPOINT_DIR
 from recipes.records import read_metrics, read_rollouts
 from rollout.engine import content_seed
-from tests.integration.oracle import SHAPE
-from tests.support import ROOT, child_environment, processes_with, wait_for, write_lines, write_tiny_model
+from tests.support import ROOT, child_environment, processes_with, wait_for, write_lines
 
-PROMPTS, GROUP, HELD_OUT, THRESHOLD, SEED = 4, 4, 8, 0.05, 3
+PROMPTS, GROUP, HELD_OUT, SEED = 4, 4, 8, 3
 NAME = "story"
 
 
@@ -61,7 +61,6 @@ class Story:
             "task.sft_size=0",
             "task.train_size=64",
             "data.max_prompt_length=128",
-            f"dllm.options.threshold={THRESHOLD}",
             "dllm.max_logprob_diff=1e-3",
             "trainer.test_freq=3",
             *more,
@@ -93,9 +92,8 @@ class Story:
 def story(heavy, tmp_path_factory) -> Story:
     heavy.close()
     root = tmp_path_factory.mktemp("grpo")
-    write_tiny_model(root / "model", seed=5, **SHAPE)
     (root / "runs").mkdir()
-    return Story(root / "model", root / "runs", root / "cache")
+    return Story(CHECKPOINT_DIR / "tiny_llada2", root / "runs", root / "cache")
 
 
 @dataclass

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 
+import pandas as pd
 import pytest
 from omegaconf import OmegaConf
 
 from dllm.config import ConfigError
 from recipes import grpo_llada2
 from recipes.compose import CONFIG_DIR, compose_config, resolve_run
+from recipes.summary import count_prompts
+from tests.support import DATA
 
 GROUPS = {group.name: sorted(f.stem for f in group.glob("*.yaml")) for group in CONFIG_DIR.iterdir() if group.is_dir()}
 ROOTS = sorted(f.stem for f in CONFIG_DIR.glob("*.yaml"))
@@ -81,7 +84,6 @@ def test_the_default_run_has_at_least_256_held_out_prompts():
 
 
 def test_prompts_are_built_and_disjoint(resolve):
-    import pandas as pd
 
     run = resolve("recipe.run=a", dry=False)
     train, held_out = (pd.read_parquet(run.config.data[key]) for key in ("train_files", "val_files"))
@@ -243,6 +245,16 @@ class TestParquetTask:
         files = [f"task.train_files=[{built.train_files}]", f"task.val_files=[{built.val_files}]"]
         data = self.resolve(tiny_dir, tmp_path, *files).config.data
         assert (data.train_files, data.val_files) == (built.train_files, built.val_files)
+
+    def test_several_files_stay_several(self, tiny_dir, tmp_path):
+        frame = pd.read_parquet(DATA / "gsm8k_50.parquet")
+        parts = [str(tmp_path / f"{i}.parquet") for i in range(4)]
+        for part, rows in zip(parts, (slice(0, 10), slice(10, 20), slice(20, 25), slice(25, 30)), strict=True):
+            frame.iloc[rows].to_parquet(part)
+        files = [f"task.train_files=[{parts[0]},{parts[1]}]", f"task.val_files=[{parts[2]},{parts[3]}]"]
+        data = self.resolve(tiny_dir, tmp_path, *files).config.data
+        assert (list(data.train_files), list(data.val_files)) == (parts[:2], parts[2:])
+        assert count_prompts(data.val_files) == 10
 
     @pytest.mark.parametrize(
         ("files", "message"),

@@ -114,6 +114,15 @@ def test_plots(tmp_path, capsys):
     assert "reward.png" in capsys.readouterr().out
 
 
+def test_a_plot_of_several_runs(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        record_run(tmp_path / name)
+    image = tmp_path / "both.png"
+    assert plot.main([str(tmp_path / "a"), str(tmp_path / "b"), "--compare", str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG") and not (tmp_path / "a" / "plots").exists()
+
+
 def test_plots_of_nothing(tmp_path, capsys):
     assert plot.main([str(tmp_path)]) == 2
     assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err
