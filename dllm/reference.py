@@ -10,7 +10,7 @@ import torch
 
 from dllm.attention import dense_attention
 from dllm.decoding.base import BlockBatch, Decoder
-from dllm.decoding.sampling import SamplingBatch, SamplingParams
+from dllm.decoding.sampling import SamplingBatch, SamplingParams, effective_sampling
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.replay import CLEAN, PackedBatch
 from dllm.trace import RolloutTrace
@@ -60,7 +60,7 @@ def decode(
 
     Stops at the first block that holds a stop id or reaches ``max_new_tokens``; the block is finished first.
     """
-    params = sampling or SamplingParams()
+    params = effective_sampling(decoder, sampling or SamplingParams())
     batch_params = SamplingBatch.from_params([params], [seed])
     mask_id = decoder.mask_id
     ids = list(prompt_ids)
@@ -79,6 +79,7 @@ def decode(
         reveal_step = torch.full((block_size,), -1, dtype=torch.int64)
         values = torch.zeros(3, block_size)
         selects: list[float] = []
+        steps = 0
         for step in range(decoder.max_steps(block_size)):
             context = torch.cat([torch.tensor(ids[:start], dtype=torch.int64), state.ids[0]])
             result = decoder.step(state, block_logits(model, context, block_size)[None])
@@ -94,6 +95,7 @@ def decode(
             reveal_step[revealed] = step
             for row, name in enumerate(("logprob", "logprob_raw", "confidence")):
                 values[row, revealed] = getattr(result, name)[0, revealed]
+            steps = step + 1
             if result.select_logprob is not None:
                 selects.append(float(result.select_logprob[0]))
             state = BlockBatch(
@@ -103,7 +105,7 @@ def decode(
         log["reveal_step"].append(reveal_step[fresh].numpy())
         for row, name in enumerate(("logprob", "logprob_raw", "confidence")):
             log[name].append(values[row, fresh].numpy())
-        steps_per_block.append(int(reveal_step.max()) + 1)
+        steps_per_block.append(steps)
         select_logprobs.append(selects)
         ids = ids[:start] + state.ids[0].tolist()
         visible = visible_length(ids[prompt_len:], eos_ids, max_new_tokens)
@@ -121,6 +123,7 @@ def decode(
         sampling=params,
         select_logprobs=select_logprobs if any(select_logprobs) else None,
         edits=edits,
+        selection=getattr(decoder, "selection", None),
     )
 
 

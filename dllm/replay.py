@@ -10,7 +10,8 @@ et al., "Block Diffusion", ICLR 2025, section 3) from one noisy copy per block t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,19 @@ SLICES_PER_ROW = 8
 
 
 @dataclass
+class Rest:
+    """Positions of a state that drew a token and did not keep it (``dllm.decoding.sample_then_select``).
+
+    Attributes:
+        columns: int64 [r], positions within the block.
+        threshold: what the draws that were kept are above; 0 where the best few were kept instead.
+    """
+
+    columns: np.ndarray
+    threshold: float
+
+
+@dataclass
 class Slice:
     """One intermediate state of one block.
 
@@ -34,6 +48,7 @@ class Slice:
         tokens: int64 [k], the tokens drawn there.
         token_index: int64 [k], index of each target among the sample's replay tokens.
         step: denoise step within the block.
+        rest: the other hidden positions, where the choice of positions was random.
     """
 
     ids: np.ndarray
@@ -42,6 +57,7 @@ class Slice:
     tokens: np.ndarray
     token_index: np.ndarray
     step: int
+    rest: Rest | None = None
 
 
 @dataclass
@@ -66,29 +82,49 @@ class SampleSlices:
 def build_slices(trace: RolloutTrace, mask_id: int) -> SampleSlices:
     """The states of ``trace``, one slice for every (block, step) at which a token was drawn.
 
-    Every drawn token is a target exactly once. Tokens with reveal step -1 stay masked in every state.
+    Every drawn token is a target exactly once, edited later or not. Tokens with reveal step -1 stay masked in every
+    state. Steps that only edit have no slice: their edits are part of the next state.
     """
     size, prompt_len = trace.block_size, trace.prompt_len
     ids = np.concatenate([trace.prompt_ids, trace.replay_ids]).astype(np.int64)
+    drawn_ids = np.concatenate([trace.prompt_ids, trace.drawn_ids]).astype(np.int64)
     step_of = np.concatenate([np.full(prompt_len, -2, dtype=np.int64), trace.reveal_step.astype(np.int64)])
+    logprob = np.concatenate([np.zeros(prompt_len, np.float32), trace.logprob])
     slices = []
     for block in range(trace.first_block, len(ids) // size):
         rows = slice(block * size, (block + 1) * size)
-        final, steps = ids[rows], step_of[rows]
+        steps, drawn = step_of[rows], drawn_ids[rows]
+        edits = [edit for edit in trace.edits if edit[0] == block]
         for step in sorted(set(steps[steps >= 0].tolist())):
+            state = drawn.copy()
+            for _, edited, position, _, new in edits:
+                if edited < step:
+                    state[position - block * size] = new
             hidden = (steps >= step) | (steps == -1)
             columns = np.flatnonzero(steps == step)
             slices.append(
                 Slice(
-                    ids=np.where(hidden, mask_id, final),
+                    ids=np.where(hidden, mask_id, state),
                     start=block * size,
                     columns=columns,
-                    tokens=final[columns],
+                    tokens=drawn[columns],
                     token_index=columns + block * size - prompt_len,
                     step=step,
+                    rest=_rest(trace, hidden, columns, logprob[rows]),
                 )
             )
     return SampleSlices(clean=ids[: max(0, len(ids) - size)], slices=slices)
+
+
+def _rest(trace: RolloutTrace, hidden: np.ndarray, kept: np.ndarray, logprob: np.ndarray) -> Rest | None:
+    """The positions that lost at one step; None where the choice was certain."""
+    if trace.selection is None or trace.sampling.greedy:
+        return None
+    worst = float(np.exp(logprob[kept].min()))
+    reached = trace.selection.reached(len(kept), int(hidden.sum()), worst)
+    others = hidden.copy()
+    others[kept] = False
+    return Rest(np.flatnonzero(others), trace.selection.threshold if reached else 0.0)
 
 
 def share_prefixes(samples: Sequence[SampleSlices], slices_per_row: int = SLICES_PER_ROW) -> list[SampleSlices]:
@@ -118,6 +154,48 @@ def share_prefixes(samples: Sequence[SampleSlices], slices_per_row: int = SLICES
 
 
 @dataclass
+class PackedRest:
+    """The ``Rest`` of C states of a packed batch; a state with none of its own is left out.
+
+    Attributes:
+        row, column: int64 [r], where the hidden states of the positions are.
+        choice: int64 [r], index of the state each belongs to.
+        kept: int64 [k], the targets of these states.
+        kept_choice: int64 [k], index of the state each of them belongs to.
+        first: int64 [C], first target of each state.
+        threshold: float32 [C], as in ``Rest``.
+    """
+
+    row: Tensor
+    column: Tensor
+    choice: Tensor
+    kept: Tensor
+    kept_choice: Tensor
+    first: Tensor
+    threshold: Tensor
+
+    @classmethod
+    def collect(cls, slices: Sequence[tuple[int, int, int, Slice]]) -> PackedRest | None:
+        """From (row, first column, index of the first target, slice) of every slice of a batch."""
+        chosen = [place for place in slices if place[-1].rest is not None]
+        if not chosen:
+            return None
+        columns = [
+            (np.full(len(piece.rest.columns), row), begin + piece.rest.columns, np.full(len(piece.rest.columns), index))
+            for index, (row, begin, _, piece) in enumerate(chosen)
+        ]
+        kept = [
+            (first + np.arange(len(piece.columns)), np.full(len(piece.columns), index))
+            for index, (_, _, first, piece) in enumerate(chosen)
+        ]
+        return cls(
+            *(_int64(np.concatenate(parts)) for parts in (*zip(*columns, strict=True), *zip(*kept, strict=True))),
+            first=_int64(np.asarray([first for _, _, first, _ in chosen])),
+            threshold=torch.tensor([piece.rest.threshold for *_, piece in chosen], dtype=torch.float32),
+        )
+
+
+@dataclass
 class PackedBatch:
     """Samples packed into rows of equal length.
 
@@ -129,6 +207,7 @@ class PackedBatch:
         target_row, target_column: int64 [T], where the hidden states of the targets are.
         target_token: int64 [T].
         target_sample, target_index: int64 [T], sample and replay token of each target.
+        rest: positions to score beside the targets, where the choice of positions was random; None without any.
     """
 
     input_ids: Tensor
@@ -141,14 +220,25 @@ class PackedBatch:
     target_token: Tensor
     target_sample: Tensor
     target_index: Tensor
+    rest: PackedRest | None = None
 
     def to(self, device: torch.device | str) -> PackedBatch:
-        return PackedBatch(**{name: value.to(device) for name, value in self.__dict__.items()})
+        return _moved(self, device)
 
     @property
     def tokens(self) -> int:
         """Tokens of the forward pass, padding included."""
         return self.input_ids.numel()
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    if value is None or isinstance(value, Tensor):
+        return value if value is None else value.to(device)
+    return type(value)(**{field.name: _moved(getattr(value, field.name), device) for field in fields(value)})
+
+
+def _int64(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 def assign_rows(lengths: Sequence[int], row_length: int | None) -> list[list[int]]:
@@ -190,7 +280,8 @@ def pack(
     doc = np.full(shape, PADDING, np.int64)
     slice_id = np.full(shape, CLEAN, np.int64)
     targets: list[tuple[np.ndarray, ...]] = []
-    next_slice = 0
+    places: list[tuple[int, int, int, Slice]] = []
+    count = 0
     for row, members in enumerate(rows):
         cursor = 0
         for sample in members:
@@ -203,28 +294,23 @@ def pack(
                 begin, end = end, end + block_size
                 ids[row, begin:end] = piece.ids
                 position[row, begin:end] = piece.start + np.arange(block_size)
-                slice_id[row, begin:end] = next_slice
-                next_slice += 1
-                count = len(piece.columns)
+                slice_id[row, begin:end] = len(places)
+                places.append((row, begin, count, piece))
+                size = len(piece.columns)
+                count += size
                 targets.append(
-                    (
-                        np.full(count, row),
-                        begin + piece.columns,
-                        piece.tokens,
-                        np.full(count, owner),
-                        piece.token_index,
-                    )
+                    (np.full(size, row), begin + piece.columns, piece.tokens, np.full(size, owner), piece.token_index)
                 )
             doc[row, cursor:end] = sample
             cursor = end
     joined = [np.concatenate(column) if targets else np.zeros(0, np.int64) for column in zip(*targets, strict=True)]
     joined = joined or [np.zeros(0, np.int64)] * 5
-    as_tensor = lambda array: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
     return PackedBatch(
-        as_tensor(ids),
-        as_tensor(position),
-        as_tensor(doc),
-        as_tensor(position // block_size),
-        as_tensor(slice_id),
-        *(as_tensor(column) for column in joined),
+        _int64(ids),
+        _int64(position),
+        _int64(doc),
+        _int64(position // block_size),
+        _int64(slice_id),
+        *(_int64(column) for column in joined),
+        rest=PackedRest.collect(places),
     )

@@ -7,11 +7,12 @@ the tokens behind it were sampled too and were context of later reveals, so a re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from dllm.decoding.sample_then_select import SelectionRule
 from dllm.decoding.sampling import SamplingParams
 
 PER_TOKEN = ("reveal_step", "logprob", "logprob_raw", "confidence")
@@ -32,7 +33,7 @@ class RolloutTrace:
         replay_ids: int32 [R], visible tokens and the rest of the terminal block.
         visible: number of leading replay tokens that are the response (text, reward).
         reveal_step: int16 [R], step within the block at which each token was drawn; -1 if never.
-        logprob: float32 [R], under the distribution sampled from.
+        logprob: float32 [R], of the token that was drawn, under the distribution sampled from.
         logprob_raw: float32 [R], at temperature 1 without filters.
         confidence: float32 [R], largest probability at the step of the reveal.
         steps_per_block: denoise steps of each block that holds replay tokens.
@@ -40,7 +41,8 @@ class RolloutTrace:
         block_size: tokens per block on the absolute grid.
         sampling: how the tokens were drawn.
         select_logprobs: per block a list with one number per step, if the choice of positions was random.
-        edits: (block, step, position, old id, new id) of every edited token, position in the whole sequence.
+        edits: (block, step, position, old id, new id) of every edited token, in order, position in the whole sequence.
+        selection: the rule behind ``select_logprobs``; without it they cannot be recomputed under other weights.
     """
 
     prompt_ids: np.ndarray
@@ -56,6 +58,7 @@ class RolloutTrace:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     select_logprobs: list[list[float]] | None = None
     edits: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    selection: SelectionRule | None = None
 
     @property
     def prompt_len(self) -> int:
@@ -76,11 +79,36 @@ class RolloutTrace:
         """Generated tokens (the terminal tail included) per denoise forward."""
         return len(self.replay_ids) / max(1, sum(self.steps_per_block))
 
+    @property
+    def drawn_ids(self) -> np.ndarray:
+        """int32 [R], the token that was drawn at each position; ``replay_ids`` are what edits made of them."""
+        ids = self.replay_ids.copy()
+        for _, _, position, old, _ in reversed(self.edits):
+            ids[position - self.prompt_len] = old
+        return ids
+
+    @property
+    def select_logprob(self) -> np.ndarray:
+        """float32 [R]: ``select_logprobs`` of each step at the first token it drew, 0 elsewhere."""
+        values = np.zeros(len(self.replay_ids), np.float32)
+        for index, per_step in enumerate(self.select_logprobs or []):
+            rows = self.block_slice(index)
+            for step, value in enumerate(per_step):
+                drawn = np.flatnonzero(self.reveal_step[rows] == step)
+                values[rows.start + drawn[:1]] = value
+        return values
+
+    @property
+    def action_logprob(self) -> np.ndarray:
+        """float32 [R], ``logprob + select_logprob``: its sum is the log-prob of the trajectory."""
+        return self.logprob + self.select_logprob
+
     def validate(self) -> None:
         """Check the invariants of an honest log.
 
         Raises:
-            TraceError: lengths disagree, the grid is broken, or steps within a block have a gap.
+            TraceError: lengths disagree, the grid is broken, a step within a block did nothing, or the edits do not
+                lead from the drawn tokens to the final ones.
         """
         n = len(self.replay_ids)
         for name in PER_TOKEN:
@@ -97,17 +125,59 @@ class RolloutTrace:
         for name in ("steps_per_block", "weight_versions"):
             if len(getattr(self, name)) != blocks:
                 raise TraceError(f"{name} has {len(getattr(self, name))} entries for {blocks} blocks")
-        for index in range(blocks):
-            steps = self.reveal_step[self.block_slice(index)]
-            seen = sorted(set(int(step) for step in steps if step >= 0))
-            if self.edits or -1 in steps:
-                continue
-            if seen != list(range(self.steps_per_block[index])):
-                raise TraceError(
-                    f"block {index}: reveal steps {seen} are not 0..{self.steps_per_block[index] - 1} without a gap"
-                )
+        self._check_edits()
+        self._check_steps(blocks)
         if not np.isfinite(self.logprob).all() or (self.logprob > 0).any():
             raise TraceError("logprob has entries that are not finite or above 0")
+        self._check_selection(blocks)
+
+    def _check_steps(self, blocks: int) -> None:
+        """Every step draws or edits something; blocks with tokens that were never drawn are excused from gaps."""
+        edited: list[set[int]] = [set() for _ in range(blocks)]
+        for block, step, *_ in self.edits:
+            edited[block - self.first_block].add(step)
+        for index, count in enumerate(self.steps_per_block):
+            steps = self.reveal_step[self.block_slice(index)]
+            seen = sorted({int(step) for step in steps if step >= 0} | edited[index])
+            if seen and seen[-1] >= count:
+                raise TraceError(f"block {index}: step {seen[-1]} is not among its {count} steps")
+            if -1 not in steps and seen != list(range(count)):
+                raise TraceError(f"block {index}: reveal steps {seen} are not 0..{count - 1} without a gap")
+
+    def _check_edits(self) -> None:
+        """Each edit replaces what is there at its step, and the last one at a position leaves the final token."""
+        for edit in self.edits:
+            block, _, position, _, _ = edit
+            if not 0 <= position - self.prompt_len < len(self.replay_ids) or position // self.block_size != block:
+                raise TraceError(f"edit {edit}: position {position} is no generated token of block {block}")
+        current, last = self.drawn_ids, self.reveal_step.astype(np.int64)
+        before = (-1, -1)
+        for edit in self.edits:
+            block, step, position, old, new = edit
+            index = position - self.prompt_len
+            if (block, step) < before:
+                raise TraceError(f"edit {edit} comes after one of block {before[0]}, step {before[1]}: out of order")
+            if self.reveal_step[index] < 0 or step <= last[index]:
+                raise TraceError(f"edit {edit}: position {position} was drawn or edited at step {last[index]}")
+            if current[index] != old or old == new:
+                raise TraceError(f"edit {edit}: the token there was {current[index]}")
+            current[index], last[index], before = new, step, (block, step)
+        if wrong := np.flatnonzero(current != self.replay_ids).tolist():
+            position = wrong[0] + self.prompt_len
+            raise TraceError(f"edits leave {current[wrong[0]]} at position {position}, not {self.replay_ids[wrong[0]]}")
+
+    def _check_selection(self, blocks: int) -> None:
+        if self.select_logprobs is None:
+            if self.selection is not None:
+                raise TraceError("selection has no select_logprob beside it")
+            return
+        if len(self.select_logprobs) != blocks:
+            raise TraceError(f"select_logprob has {len(self.select_logprobs)} entries for {blocks} blocks")
+        for index, (values, steps) in enumerate(zip(self.select_logprobs, self.steps_per_block, strict=True)):
+            if len(values) != steps:
+                raise TraceError(f"block {index}: select_logprob has {len(values)} entries for {steps} steps")
+            if not all(-np.inf < value <= 1e-5 for value in values):
+                raise TraceError(f"block {index}: select_logprob has entries that are not finite or above 0")
 
     def block_slice(self, index: int) -> slice:
         """Replay tokens of the ``index``-th generated block (0 is the block the prompt ends in)."""
@@ -138,6 +208,8 @@ class RolloutTrace:
         }
         if self.select_logprobs is not None:
             line["select_logprob"] = self.select_logprobs
+        if self.selection is not None:
+            line["selection"] = asdict(self.selection)
         if self.edits:
             line["edits"] = [list(edit) for edit in self.edits]
         return line
@@ -175,6 +247,7 @@ class RolloutTrace:
                 ),
                 select_logprobs=line.get("select_logprob"),
                 edits=[tuple(edit) for edit in line.get("edits", [])],
+                selection=SelectionRule.from_dict(line.get("selection")),
             )
         except KeyError as error:
             raise TraceError(f"rollout line has no {error}; it was not written by this package's engine") from error

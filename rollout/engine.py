@@ -18,7 +18,8 @@ import xxhash
 import yaml
 
 from dllm.config import ConfigError, load_hf_config
-from dllm.decoding import SamplingParams
+from dllm.decoding import SamplingParams, decoder_class
+from dllm.decoding.sampling import effective_sampling
 from rollout import preflight
 from rollout.records import RolloutSample, sample_from_response
 
@@ -135,6 +136,8 @@ class Engine:
             diffusion = self.report.block_diffusion
             assert diffusion is not None
             self.block_diffusion = diffusion
+            # SGLang's own classes cannot be imported before its environment is set, and log nothing anyway.
+            self.decoder = decoder_class(dllm_algorithm) if preflight.is_ours(dllm_algorithm) else None
             if self.report.effective["device"] == "cpu":
                 from rollout.plugin.cpu import prepare_environment
 
@@ -200,7 +203,7 @@ class Engine:
                 response,
                 prompts[prompt],
                 self.block_diffusion.block_size,
-                params.sampling,
+                effective_sampling(self.decoder, params.sampling),
                 params.max_new_tokens,
                 seed,
             )

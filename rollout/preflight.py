@@ -38,9 +38,6 @@ FLAGS = (
 )
 """Names of SGLang's server arguments that the checks read or may set."""
 
-SGLANG_ALGORITHMS = ("JointThreshold",)
-"""Algorithms of SGLang 0.5.17 that go by a plain name and have no decoder here; they log nothing."""
-
 TRAINABLE_ARCHITECTURES = ("LLaDA2MoeModelLM",)
 """Architectures with a trainer model in ``dllm.models``."""
 
@@ -105,21 +102,21 @@ def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, 
             )
         options = dict(loaded)
     block_size = options.pop("block_size", None)
-    if _is_ours(algorithm):
+    if is_ours(algorithm):
         options = check_options(algorithm, options)
     if block_size is not None:
         options["block_size"] = block_size
     return options
 
 
-def _is_ours(algorithm: str) -> bool:
+def is_ours(algorithm: str) -> bool:
     """Whether the name is one of our decoders or of a third party's, and not SGLang's (whose modules this one never
     imports).
 
     Raises:
         ConfigError: there is no such algorithm.
     """
-    if algorithm in SGLANG_ALGORITHMS or algorithm.startswith("sglang."):
+    if algorithm.startswith("sglang."):
         return False
     return hasattr(decoder_class(algorithm), "options")
 
@@ -195,8 +192,13 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False) -> Report:
     options = read_algorithm_config(algorithm, get("dllm_algorithm_config"))
     diffusion = resolve(flags["model_path"], block_size=options.pop("block_size", None))
     report.block_diffusion = diffusion
-    if _is_ours(algorithm):
-        make_decoder(algorithm, diffusion.mask_id, options)
+    if is_ours(algorithm):
+        decoder = make_decoder(algorithm, diffusion.mask_id, options)
+        if training and getattr(decoder, "greedy", False):
+            raise ConfigError(
+                f"dllm_algorithm={algorithm!r} draws nothing: the responses of a group would be identical and have no "
+                "advantage; use SelectThenSample"
+            )
     elif training:
         raise ConfigError(
             f"dllm_algorithm={algorithm!r} logs no log-probs to train on; use one of {sorted(DECODERS)} or a decoder "

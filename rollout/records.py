@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from dllm.decoding import SamplingParams
+from dllm.decoding import SamplingParams, SelectionRule
 from dllm.trace import PER_TOKEN, RolloutTrace, TraceError
 
 _PREFIX = "dllm_"
@@ -102,10 +102,25 @@ def sample_from_response(
         sampling=sampling,
         select_logprobs=select if any(select) else None,
         edits=edits,
+        selection=SelectionRule.from_dict(next((block["selection"] for block in blocks if "selection" in block), None)),
     )
     if reason["type"] != "abort":
         trace.validate()
     return RolloutSample(trace, response.get("text") or "", reason["type"], max_new_tokens, seed)
+
+
+def check_trainable(trace: RolloutTrace) -> None:
+    """Refuse a rollout whose log-prob a trainer cannot recompute.
+
+    Raises:
+        RolloutError: the choice of positions was random, and the decoder does not say by which rule.
+    """
+    if trace.select_logprobs is not None and trace.selection is None:
+        raise RolloutError(
+            "the decoder logs select_logprob, the log-prob of a random choice of positions, without a rule to recompute "
+            "it by; set selection = SelectionRule(threshold, tokens_per_step) on the decoder if it follows that rule, or "
+            "choose positions without randomness"
+        )
 
 
 def write_line(file: TextIO, line: Mapping[str, Any]) -> None:

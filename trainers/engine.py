@@ -27,10 +27,10 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, deta
 
 from dllm.attention import attention_for
 from dllm.config import ConfigError, resolve
-from dllm.decoding import SamplingBatch, SamplingParams
+from dllm.decoding import SamplingBatch, SamplingParams, SelectionRule
 from dllm.likelihood import Elbo, Exact, Likelihood, States, make_likelihood
 from dllm.likelihood.elbo import sandwich, upper_bounds
-from dllm.likelihood.exact import router_tie_targets, target_head
+from dllm.likelihood.exact import action_logprobs, router_tie_targets, target_head
 from dllm.likelihood.states import content_generator, pack_states, target_shares, token_sums
 from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
 from dllm.models.checkpoint import load_model
@@ -38,6 +38,9 @@ from dllm.models.llada2 import LLaDA2MoeModelLM, Router
 from dllm.trace import RolloutTrace
 from trainers.losses import loss_inputs
 from trainers.objective import check_subsampling
+
+REPLAY_COLUMNS = ("dllm_reveal_step", "dllm_logprob", "dllm_sampling", "dllm_selection", "dllm_edits")
+"""Columns of ``rollout.verl.agent_loop.replay_columns``."""
 
 EXTRA_OUTPUTS = ("router_tie",)
 """Per-token outputs of a forward-only pass beside verl's own."""
@@ -126,7 +129,7 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
             lengths = [len(t.replay_ids) for t in traces]
             jagged = lambda per_target: to_jagged(token_sums(batch, per_target, lengths), rows, micro_batch)
             share = target_shares(batch, lengths)
-            model_output = {"log_probs": jagged(weights * values.logprob)}
+            model_output = {"log_probs": jagged(weights * action_logprobs(batch, values))}
             if entropy:
                 model_output["entropy"] = jagged(share * values.entropy)
             if forward_only:
@@ -169,13 +172,14 @@ def replay_rows(micro_batch: Any, block_size: int) -> list[RolloutTrace | None]:
     are None.
     """
     rows: list[RolloutTrace | None] = []
-    columns = (micro_batch[key].unbind() for key in ("prompts", "responses", "dllm_reveal_step", "dllm_sampling"))
-    for prompt, response, steps, sampling in zip(*columns, strict=True):
+    columns = (micro_batch[key].unbind() for key in ("prompts", "responses", *REPLAY_COLUMNS))
+    for prompt, response, steps, logprob, sampling, selection, edits in zip(*columns, strict=True):
         count = len(response)
         if len(steps) != count or (len(prompt) + count) % block_size:
             rows.append(None)
             continue
         temperature, top_p, top_k, min_p = sampling.tolist()
+        threshold, tokens = selection.tolist()
         unused = np.zeros(count, dtype=np.float32)
         rows.append(
             RolloutTrace(
@@ -183,13 +187,15 @@ def replay_rows(micro_batch: Any, block_size: int) -> list[RolloutTrace | None]:
                 replay_ids=response.cpu().numpy(),
                 visible=count,
                 reveal_step=steps.cpu().numpy().astype(np.int16),
-                logprob=unused,
+                logprob=logprob.float().cpu().numpy(),
                 logprob_raw=unused,
                 confidence=unused,
                 steps_per_block=[],
                 weight_versions=[],
                 block_size=block_size,
                 sampling=SamplingParams(temperature, top_p, int(top_k), min_p),
+                edits=[tuple(edit) for edit in edits[1:].view(int(edits[0]), 5).tolist()],
+                selection=SelectionRule(threshold, int(tokens)) if threshold > 0 else None,
             )
         )
     return rows

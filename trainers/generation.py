@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dllm.attention import attention_for, pack_samples
+from dllm.config import ConfigError
 from dllm.decoding.base import BlockBatch, Decoder
 from dllm.decoding.sampling import SamplingBatch, SamplingParams
 from dllm.models.llada2 import LLaDA2MoeModelLM
@@ -107,8 +108,14 @@ def generate(
         batch_size: blocks per forward pass.
 
     Raises:
+        ConfigError: the decoder edits tokens or chooses positions at random.
         FloatingPointError: the model returned NaN or infinite logits.
     """
+    if getattr(decoder, "edits", False) or getattr(decoder, "selection", None) is not None:
+        raise ConfigError(
+            f"{type(decoder).__name__} edits tokens or chooses positions at random, which evaluation without an engine "
+            "does not log; use SelectThenSample"
+        )
     device = next(model.parameters()).device
     params = sampling or SamplingParams()
     seeds = list(seeds) if seeds is not None else [0] * len(prompts)

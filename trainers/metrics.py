@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from dllm.trace import RolloutTrace
+
 Line = Mapping[str, Any]
 """One line of a rollout file (see ``rollout.records``), with ``uid``, ``reward`` and the trainer's log-probs."""
 
@@ -15,6 +17,14 @@ Line = Mapping[str, Any]
 def replay_field(line: Line, name: str) -> list:
     """A per-token field over the whole replay: visible tokens, then the rest of the terminal block."""
     return list(line[name]) + list(line["tail"][name])
+
+
+def engine_logprobs(line: Line) -> Sequence[float]:
+    """The engine's log-probs of the replay tokens as the trainer has them: with those of the choice of positions, where
+    it was random (``RolloutTrace.action_logprob``)."""
+    if "select_logprob" not in line:
+        return replay_field(line, "logprob")
+    return RolloutTrace.from_line(line).action_logprob.tolist()
 
 
 def logprob_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
@@ -30,7 +40,7 @@ def logprob_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
         if "trainer_logprob" not in line:
             continue
         drawn = np.asarray(replay_field(line, "reveal_step")) >= 0
-        engine = np.asarray(replay_field(line, "logprob"), dtype=np.float64)
+        engine = np.asarray(engine_logprobs(line), dtype=np.float64)
         diffs.append(np.abs(engine - np.asarray(line["trainer_logprob"], dtype=np.float64))[drawn])
         ties.append(np.asarray(line["router_tie"], dtype=bool)[drawn])
     return np.concatenate(diffs), np.concatenate(ties)

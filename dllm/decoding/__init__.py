@@ -12,7 +12,7 @@ from dllm.decoding.entropy_bound import EntropyBound
 from dllm.decoding.fast_dllm_v2 import FastDLLMv2
 from dllm.decoding.joint_threshold import JointThreshold
 from dllm.decoding.margin import Margin
-from dllm.decoding.sample_then_select import SampleThenSelect
+from dllm.decoding.sample_then_select import SampleThenSelect, SelectionRule
 from dllm.decoding.sampling import NO_TOP_K, SamplingBatch, SamplingParams
 from dllm.decoding.select_then_sample import LowConfidence, SelectThenSample
 from dllm.decoding.static_steps import StaticSteps
@@ -39,6 +39,7 @@ __all__ = [
     "Reveal",
     "SamplingBatch",
     "SamplingParams",
+    "SelectionRule",
     "decoder_class",
     "make_decoder",
 ]

@@ -73,6 +73,12 @@ class Decoder(Protocol):
 
     ``options`` lists the YAML keys the class takes with their defaults; ``__init__`` receives ``mask_id``
     and those keys. ``max_steps`` bounds the denoise steps of one block, the final commit forward included.
+
+    Attributes that a decoder may have beside them:
+        edits: True if it replaces tokens that are no longer hidden. Without it such a step fails the request.
+        selection: its ``SelectionRule``, if the choice of positions depends on the draws (``Reveal.select_logprob``).
+        greedy: True if it ignores the request's sampling parameters and takes the argmax.
+        rl_options: defaults of options that training replaces, unless they are set.
     """
 
     options: ClassVar[dict[str, Any]]

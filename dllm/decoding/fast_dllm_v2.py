@@ -16,12 +16,19 @@ class FastDLLMv2:
     """Select-then-sample inside the first sub-block that still has hidden positions (Wu et al., "Fast-dLLM v2", 2025).
 
     The whole block is computed at every step. The original's cache of the block's other sub-blocks makes logits depend
-    on the order of earlier reveals, so no replay could rebuild them: it is not offered.
+    on the order of earlier reveals, so no replay could rebuild them: ``use_block_cache`` is refused.
     """
 
-    options: ClassVar[dict[str, Any]] = {"threshold": 0.9, "sub_block_size": 8}
+    options: ClassVar[dict[str, Any]] = {"threshold": 0.9, "sub_block_size": 8, "use_block_cache": False}
 
-    def __init__(self, mask_id: int, threshold: float = 0.9, sub_block_size: int = 8) -> None:
+    def __init__(
+        self, mask_id: int, threshold: float = 0.9, sub_block_size: int = 8, use_block_cache: bool = False
+    ) -> None:
+        if use_block_cache:
+            raise ValueError(
+                "use_block_cache=True would reuse keys and values of the block from earlier steps: logits then depend "
+                "on the history of the block, not on its state, and no replay has them; leave it out"
+            )
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold={threshold} is not in (0, 1]; Fast-dLLM v2 uses 0.9")
         if sub_block_size < 1:

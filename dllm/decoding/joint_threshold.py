@@ -25,10 +25,12 @@ class JointThreshold:
     drawn tokens, edited away or not.
 
     At temperature 0 it equals SGLang's JointThreshold token for token, except where that one would write the mask
-    token. For RL use an ``edit_threshold`` of 0.9 or more: at low thresholds the edits undo what sampling explored.
+    token. Training takes ``edit_threshold`` 0.9 unless it is set: at low thresholds the edits undo what sampling
+    explored.
     """
 
     options: ClassVar[dict[str, Any]] = {"threshold": 0.5, "edit_threshold": 0.0, "max_post_edit_steps": 16}
+    rl_options: ClassVar[dict[str, Any]] = {"edit_threshold": 0.9}
     edits = True
 
     def __init__(

@@ -7,9 +7,11 @@ of the token log-probs alone is not a log-probability.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,18 +28,26 @@ class SelectionRule:
     threshold: float
     tokens_per_step: int
 
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any] | None) -> SelectionRule | None:
+        """The rule that ``dataclasses.asdict`` made ``given`` of; None of None."""
+        return None if given is None else cls(float(given["threshold"]), int(given["tokens_per_step"]))
+
     def reached(self, kept: int, hidden: int, worst: float) -> bool:
         """Whether a step kept what was above the threshold (True) or the best few (False).
 
         Args:
             kept: positions kept.
             hidden: positions that were hidden.
-            worst: smallest probability among the kept draws.
+            worst: smallest probability among the kept draws. Rounding at the very threshold cannot do harm: there
+                the bound of both branches is the same.
         """
-        return worst > self.threshold and kept >= min(self.tokens_per_step, hidden)
+        return bool(np.float32(worst) > np.float32(self.threshold)) and kept >= min(self.tokens_per_step, hidden)
 
 
-def losing_logprob(logp: Tensor, column: Tensor, bound: Tensor, worst: Tensor, inclusive: Tensor) -> Tensor:
+def losing_logprob(
+    logp: Tensor, column: Tensor, bound: Tensor, worst: Tensor, inclusive: Tensor, *, lost: bool = False
+) -> Tensor:
     """Log-probability that a position draws a token that is not kept.
 
     With the threshold: a token of probability up to it. Among the best few: one that ranks behind the worst kept
@@ -50,13 +60,18 @@ def losing_logprob(logp: Tensor, column: Tensor, bound: Tensor, worst: Tensor, i
         bound: float32 [r], the threshold, or the probability of the worst kept draw.
         worst: int64 [r], position of the worst kept draw.
         inclusive: bool [r], True for the threshold: a token of exactly that probability is not kept.
+        lost: each position is known to have lost. The trainer says so: rounding, or weights that have moved, may lift
+            all of a position's tokens above the bound, and the least probable ones then count as losing all the same.
 
     Returns:
-        float32 [r], -inf where every token would have been kept.
+        float32 [r], -inf where every token would have been kept (never if ``lost``).
     """
     p = logp.exp()
     equal_loses = inclusive | (column > worst)
     loses = (p < bound[:, None]) | ((p == bound[:, None]) & equal_loses[:, None])
+    if lost:
+        support = logp > -torch.inf
+        loses |= p == p.detach().masked_fill(~support, torch.inf).amin(-1, keepdim=True)
     return logp.masked_fill(~loses, -torch.inf).logsumexp(-1)
 
 
@@ -112,4 +127,4 @@ class SampleThenSelect:
             r, c = row[part], column[part]
             logp = sampling_logprobs(logits[r, c], blocks.sampling.rows(r), self.mask_id)
             total.index_add_(0, r, losing_logprob(logp, c, bound[r], worst[r], reached[r]))
-        return torch.where(blocks.sampling.greedy, 0.0, total)
+        return torch.where(blocks.sampling.greedy, 0.0, total.clamp(max=0.0))

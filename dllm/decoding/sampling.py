@@ -16,6 +16,11 @@ from dllm.noise import uniform
 NO_TOP_K = -1
 
 
+def effective_sampling(decoder: object, requested: SamplingParams) -> SamplingParams:
+    """How ``decoder`` (an instance or its class) draws the tokens of a request with these parameters."""
+    return replace(requested, temperature=0.0) if getattr(decoder, "greedy", False) else requested
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling of one request. ``temperature == 0`` or ``top_k == 1`` means greedy."""

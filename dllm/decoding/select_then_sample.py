@@ -48,6 +48,8 @@ class LowConfidence(SelectThenSample):
     Deterministic whatever the request's temperature; logged log-probs are 0.
     """
 
+    greedy = True
+
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         return super().step(replace(blocks, sampling=blocks.sampling.as_greedy()), logits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,9 @@ def make_algorithm_class() -> type:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.decoder = make_decoder(config.algorithm, config.mask_id, config.algorithm_config)
+            self.edits = bool(getattr(self.decoder, "edits", False))
+            rule = getattr(self.decoder, "selection", None)
+            self.selection = None if rule is None else asdict(rule)
             self.seeds = SeedSource(config.random_seed)
             self.log: BlockLog | None = None
             self.requests: list[Any] = []
@@ -116,27 +119,37 @@ def make_algorithm_class() -> type:
             )
             result = self.decoder.step(blocks, full_logits.view(rows, size, -1))
             log.add(slot, result)
-            done, failed = torch.stack([result.done, result.failed]).tolist()
-            self._note_details(states, blocks.ids, result, done)
+            changed = (blocks.ids != result.ids) & (blocks.ids != self.mask_id)
+            misused = changed & blocks.given if self.edits else changed
+            flags = torch.stack([result.done, result.failed, misused.any(1), changed.any(1)])
+            done, nan, unlogged, edited = flags.tolist()
+            failed = ["nan_logits" if n else "unlogged_edit" if u else None for n, u in zip(nan, unlogged, strict=True)]
+            self._note_details(states, result, done)
+            if any(edited):
+                self._note_edits(states, blocks.ids, result.ids, changed)
             forward_batch.input_ids.copy_(result.ids.view(-1))
             self._collect(states, slot, done, failed)
             for state in states:
                 state.steps += 1
-            return [d or f for d, f in zip(done, failed, strict=True)]
+            return [d or f is not None for d, f in zip(done, failed, strict=True)]
 
-        def _note_details(self, states: list[BlockState], before: torch.Tensor, result: Any, done: list[bool]) -> None:
-            """Host-side lists that only some decoders produce."""
+        def _note_details(self, states: list[BlockState], result: Any, done: list[bool]) -> None:
+            """Log-probs of the choice of positions, of decoders where it is random."""
             if result.select_logprob is not None:
                 for state, value, finished in zip(states, result.select_logprob.tolist(), done, strict=True):
                     if not finished:
                         state.select_logprob.append(value)
-            if getattr(self.decoder, "edits", False):
-                changed = (before != result.ids) & (before != self.mask_id)
-                for row, column in changed.nonzero().tolist():
-                    old, new = int(before[row, column]), int(result.ids[row, column])
-                    states[row].edits.append((states[row].steps, column, old, new))
 
-        def _collect(self, states: list[BlockState], slot: torch.Tensor, done: list, failed: list) -> None:
+        def _note_edits(
+            self, states: list[BlockState], before: torch.Tensor, after: torch.Tensor, changed: torch.Tensor
+        ) -> None:
+            columns = torch.cat([changed.nonzero(), before[changed][:, None], after[changed][:, None]], 1)
+            for row, column, old, new in columns.tolist():
+                states[row].edits.append((states[row].steps, column, old, new))
+
+        def _collect(
+            self, states: list[BlockState], slot: torch.Tensor, done: list[bool], failed: list[str | None]
+        ) -> None:
             """Attach records to blocks that just finished; prompt blocks are done at once and have none."""
             ready = [
                 i for i, state in enumerate(states) if (done[i] or failed[i]) and state.steps and state.record is None
@@ -147,7 +160,7 @@ def make_algorithm_class() -> type:
                 return
             records = self.log.collect(slot[torch.tensor(index, device=slot.device)], version.current())
             for i, record in zip(index, records, strict=True):
-                record.failed = failed[i]
+                record.failure, record.selection = failed[i], self.selection
                 record.select_logprob, record.edits = states[i].select_logprob, states[i].edits
                 states[i].record = record
 

@@ -20,8 +20,9 @@ class BlockRecord:
         steps: denoise steps (the commit forward is not one).
         reveal_step, logprob, logprob_raw, confidence: [B].
         weight_version: weights the block was decoded with.
-        failed: logits were NaN or infinite; the arrays mean nothing then.
+        failure: why the block is broken (a key of ``rollout.plugin.finish.FAILURES``); the arrays mean nothing then.
         select_logprob: one number per step, where the choice of positions was random.
+        selection: the decoder's ``SelectionRule`` as a dictionary, if it has one.
         edits: (step, column, old id, new id).
     """
 
@@ -32,8 +33,9 @@ class BlockRecord:
     logprob_raw: np.ndarray
     confidence: np.ndarray
     weight_version: str
-    failed: bool = False
+    failure: str | None = None
     select_logprob: list[float] = field(default_factory=list)
+    selection: dict[str, float] | None = None
     edits: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
@@ -78,11 +80,12 @@ class BlockLog:
     def collect(self, slot: Tensor, weight_version: str) -> list[BlockRecord]:
         """Records of the finished blocks in ``slot`` (int64 [k]), in one transfer."""
         floats = self.values[:, slot].permute(1, 0, 2)
-        whole = torch.cat([floats, self.reveal_step[slot][:, None].float(), self.given[slot][:, None].float()], 1).cpu()
+        integers = (self.reveal_step[slot], self.given[slot], self.step[slot][:, None].expand(-1, floats.shape[-1]))
+        whole = torch.cat([floats, *(column[:, None].float() for column in integers)], 1).cpu()
         return [
             BlockRecord(
                 given=int(row[4].sum()),
-                steps=int(row[3].max()) + 1,
+                steps=int(row[5, 0]),
                 reveal_step=row[3].astype(np.int64),
                 logprob=row[0],
                 logprob_raw=row[1],

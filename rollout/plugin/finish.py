@@ -34,6 +34,8 @@ def _append_log(req: Any, record: BlockRecord, accepted: int) -> None:
     summary: dict[str, Any] = {"steps": record.steps, "weight_version": record.weight_version}
     if record.select_logprob:
         summary["select_logprob"] = record.select_logprob
+        if record.selection is not None:
+            summary["selection"] = record.selection
     if record.edits:
         summary["edits"] = record.edits
     info[BLOCK_KEY].extend([None] * (accepted - 1) + [summary])
@@ -93,14 +95,22 @@ def earliest_stop(req: Any, accepted: int) -> None:
     req.output_ids.extend(beyond)
 
 
-def _fail(req: Any, accepted: int) -> None:
-    """End the request as ``nan_logits``; nothing of the broken block is shown."""
+FAILURES = {
+    "nan_logits": "the model produced NaN or infinite logits; check the weights and their dtype",
+    "unlogged_edit": "the decoder replaced a visible token, which no log would show; set edits = True on its class (and "
+    "leave the prompt's tokens alone)",
+}
+"""What breaks a block."""
+
+
+def _fail(req: Any, accepted: int, failure: str) -> None:
+    """End the request with one of ``FAILURES``; nothing of the broken block is shown."""
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     req.finished_reason = FINISH_ABORT(
-        "nan_logits: the model produced NaN or infinite logits; check the weights and their dtype",
+        f"{failure}: {FAILURES[failure]}",
         HTTPStatus.INTERNAL_SERVER_ERROR,
-        "nan_logits",
+        failure,
     )
     req.finished_len = len(req.output_ids) - accepted
 
@@ -109,8 +119,8 @@ def _update_finish_state(original: Callable, req: Any, new_accepted_len: int = 1
     if not req.is_dllm() or req.finished():
         return original(req, new_accepted_len)
     record = req.__dict__.pop("dllm_record", None)
-    if record is not None and record.failed:
-        return _fail(req, new_accepted_len)
+    if record is not None and record.failure is not None:
+        return _fail(req, new_accepted_len, record.failure)
     if record is not None:
         _append_log(req, record, new_accepted_len)
     if req.to_finish:

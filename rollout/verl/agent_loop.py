@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -35,13 +36,30 @@ class BlockDiffusionOutput(AgentLoopOutput):
     def as_dict(self) -> dict[str, Any]:
         out = super().as_dict()
         line = out["extra_fields"][LINE]
-        tail, sampling = line["tail"], line["sampling_params"]
-        steps = list(line["reveal_step"]) + list(tail["reveal_step"])
-        out["dllm_reveal_step"] = torch.tensor(steps, dtype=torch.int64)
-        out["dllm_sampling"] = torch.tensor(
+        return out | replay_columns(line)
+
+
+def replay_columns(line: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """What the actor replays from, of a rollout line.
+
+    Returns:
+        With R replay tokens, ``dllm_reveal_step`` int64 [R]; ``dllm_logprob`` float32 [R], of the tokens alone;
+        ``dllm_sampling`` float32 [4], temperature, top_p, top_k and min_p; ``dllm_selection`` float32 [2], the threshold
+        and the count of a random choice of positions, 0 without one; ``dllm_edits`` int64 [1 + 5 * E], how many edits
+        and then their five numbers each (never empty: verl's containers have no use for empty rows).
+    """
+    tail, sampling = line["tail"], line["sampling_params"]
+    rule, edits = line.get("selection") or {}, line.get("edits") or []
+    joined = {name: list(line[name]) + list(tail[name]) for name in ("reveal_step", "logprob")}
+    return {
+        "dllm_reveal_step": torch.tensor(joined["reveal_step"], dtype=torch.int64),
+        "dllm_logprob": torch.tensor(joined["logprob"], dtype=torch.float32),
+        "dllm_sampling": torch.tensor(
             [float(sampling[key]) for key in ("temperature", "top_p", "top_k", "min_p")], dtype=torch.float32
-        )
-        return out
+        ),
+        "dllm_selection": torch.tensor([float(rule.get(k, 0)) for k in ("threshold", "tokens_per_step")]),
+        "dllm_edits": torch.tensor([len(edits), *(number for edit in edits for number in edit)], dtype=torch.int64),
+    }
 
 
 def aligned_limit(prompt_len: int, response_length: int, block_size: int) -> int:

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from dllm.config import ConfigError
-from dllm.decoding import SamplingParams
+from dllm.decoding import SamplingParams, decoder_class
 from rollout import preflight
 from rollout.engine import write_algorithm_config
-from rollout.records import sample_from_response
+from rollout.records import check_trainable, sample_from_response
 from weight_sync.control import LOADER
 
 NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}}
 
 
 def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """``rollout.engine_kwargs.sglang_dllm`` with defaults.
+    """``rollout.engine_kwargs.sglang_dllm`` with defaults, and those that the decoder has for RL (``rl_options``).
 
     Raises:
         ConfigError: an unknown key.
@@ -29,7 +29,10 @@ def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
             f"rollout.engine_kwargs.sglang_dllm has no key {unknown[0]!r}; valid keys are {sorted(NO_SETTINGS)} "
             "(SGLang's own server arguments go under rollout.engine_kwargs.sglang)"
         )
-    return NO_SETTINGS | given
+    settings = NO_SETTINGS | given
+    ours = preflight.is_ours(settings["algorithm"])
+    preset = getattr(decoder_class(settings["algorithm"]), "rl_options", {}) if ours else {}
+    return settings | {"options": {**preset, **(settings["options"] or {})}}
 
 
 def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[str, Any]:
@@ -121,11 +124,12 @@ def server_class() -> type:
             """Decode one response with its log.
 
             Returns:
-                ``TokenOutput`` whose ``token_ids`` and ``log_probs`` cover the whole terminal block;
+                ``TokenOutput`` whose ``token_ids`` and ``log_probs`` cover the whole terminal block (the log-prob of a
+                random choice of positions rides on the first token of its step);
                 ``extra_fields["dllm"]`` is the line of a rollout file (see ``rollout.records``).
 
             Raises:
-                RolloutError: the engine failed the request.
+                RolloutError: the engine failed the request, or its log cannot be trained on.
             """
             from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -136,10 +140,11 @@ def server_class() -> type:
             sample = sample_from_response(
                 output, prompt_ids, self.block_diffusion.block_size, sampling, limit, request.get("sampling_seed")
             )
+            check_trainable(sample.trace)
             versions = [int(v) if v.isdigit() else None for v in sample.trace.weight_versions]
             return TokenOutput(
                 token_ids=sample.trace.replay_ids.tolist(),
-                log_probs=sample.trace.logprob.tolist(),
+                log_probs=sample.trace.action_logprob.tolist(),
                 stop_reason=sample.finish_reason,
                 extra_fields={
                     "dllm": sample.to_line(),

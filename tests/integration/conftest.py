@@ -107,7 +107,8 @@ class Server:
     def __init__(self, tiny: TinyModel, directory: Path, **flags: Any) -> None:
         self.block_size = tiny.config.block_size
         options = directory / "algorithm.yaml"
-        options.write_text(yaml.safe_dump({"threshold": THRESHOLD}))
+        if "dllm-algorithm" not in flags:
+            options.write_text(yaml.safe_dump({"threshold": THRESHOLD}))
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -122,6 +123,8 @@ class Server:
             "grammar-backend": "none",
             "log-level": "warning",
         } | flags
+        if not options.exists():
+            del given["dllm-algorithm-config"]
         arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
         self.log = directory / "server.log"
         self.url = f"http://127.0.0.1:{port}"
@@ -190,13 +193,20 @@ def server(heavy, tiny, tmp_path_factory) -> Server:
     return heavy.use("server", lambda: Server(tiny, tmp_path_factory.mktemp("server")))
 
 
+@pytest.fixture
+def by_seed(heavy, tiny, tmp_path_factory) -> Server:
+    """Requests choose their decoder by seed (``tests.integration.decoders``); no file of options."""
+    flags = {"dllm-algorithm": "tests.integration.decoders:BySeed"}
+    return heavy.use("by_seed", lambda: Server(tiny, tmp_path_factory.mktemp("by_seed"), **flags))
+
+
 class LocalEngine:
     """``rollout.engine.Engine`` in this process, which gets its environment back at the end."""
 
-    def __init__(self, tiny: TinyModel, **arguments: Any) -> None:
+    def __init__(self, tiny: TinyModel, options: dict[str, Any] | None = None, **arguments: Any) -> None:
         self.environment, self.path = dict(os.environ), list(sys.path)
         os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
-        self.engine = Engine(tiny.path, device="cpu", options={"threshold": THRESHOLD}, **arguments)
+        self.engine = Engine(tiny.path, device="cpu", options=options or {"threshold": THRESHOLD}, **arguments)
 
     def close(self) -> None:
         self.engine.close()
@@ -219,3 +229,14 @@ STOCK = "sglang.srt.dllm.algorithm.low_confidence:LowConfidence"
 def stock(heavy, tiny) -> Engine:
     """SGLang's own LowConfidence, unchanged."""
     return heavy.use("stock", lambda: LocalEngine(tiny, dllm_algorithm=STOCK)).engine
+
+
+STOCK_JOINT = "sglang.srt.dllm.algorithm.joint_threshold:JointThreshold"
+JOINT_OPTIONS = {"threshold": THRESHOLD, "edit_threshold": 0.034, "max_post_edit_steps": 3}
+
+
+@pytest.fixture
+def stock_joint(heavy, tiny) -> Engine:
+    """SGLang's own JointThreshold, unchanged."""
+    start = lambda: LocalEngine(tiny, JOINT_OPTIONS, dllm_algorithm=STOCK_JOINT)
+    return heavy.use("stock_joint", start).engine

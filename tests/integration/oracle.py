@@ -34,14 +34,23 @@ SHAPE: dict[str, Any] = dict(layers=3, hidden=64, heads=2, kv_heads=1, intermedi
 TOLERANCE = 1e-4
 """Log-probs and confidences, in nats and as probabilities."""
 
+COPIES, SHAKE = 12, 1e-5
+"""How often and by how much (standard deviation, in nats) logits are changed to find close decisions."""
+
 CLOSE_DRAW, CLOSE_CONFIDENCE, CLOSE_LOGIT, CLOSE_EXPERTS = 3e-6, 3e-7, 1e-5, 2e-6
 
 
 class Watched:
-    """A decoder that remembers whether some decision of its was close."""
+    """A decoder that remembers whether some decision of its was close.
 
-    def __init__(self, decoder: Any, model: LLaDA2MoeModelLM) -> None:
-        self.decoder, self.model, self.mask_id = decoder, model, decoder.mask_id
+    With ``analytic`` the rule of SelectThenSample is looked at; any other decoder is asked again with logits that are
+    changed by as much as two implementations may differ.
+    """
+
+    def __init__(self, decoder: Any, model: LLaDA2MoeModelLM, analytic: bool = True) -> None:
+        self.decoder, self.model, self.mask_id, self.analytic = decoder, model, decoder.mask_id, analytic
+        self.selection, self.greedy = getattr(decoder, "selection", None), getattr(decoder, "greedy", False)
+        self.noise = torch.Generator().manual_seed(0)
         self.close = False
 
     def max_steps(self, block_size: int) -> int:
@@ -50,9 +59,20 @@ class Watched:
     def step(self, blocks: BlockBatch, logits: torch.Tensor) -> Reveal:
         result = self.decoder.step(blocks, logits)
         self.close |= bool(self.model.router_gap().min() < CLOSE_EXPERTS)
-        if not bool(result.done[0]):
+        if not self.analytic:
+            self.close |= self._shaken(blocks, logits, result)
+        elif not bool(result.done[0]):
             self.close |= self._close_positions(blocks, logits) or self._close_draw(blocks, logits, result)
         return result
+
+    def _shaken(self, blocks: BlockBatch, logits: torch.Tensor, result: Reveal) -> bool:
+        """Whether a slightly changed copy of the logits leads to another block."""
+        rows = torch.zeros(COPIES, dtype=torch.int64)
+        columns = {name: getattr(blocks, name)[rows] for name in ("ids", "given", "start", "step", "counter")}
+        change = SHAKE * torch.randn((COPIES, *logits.shape[1:]), generator=self.noise)
+        copies = BlockBatch(**columns, sampling=blocks.sampling.rows(rows))
+        other = self.decoder.step(copies, logits + change)
+        return bool((other.ids != result.ids).any() or (other.done != result.done).any())
 
     def _close_positions(self, blocks: BlockBatch, logits: torch.Tensor) -> bool:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)[0]
@@ -112,9 +132,10 @@ class TinyModel:
     def watched(
         self, prompt: Sequence[int], algorithm: str = "SelectThenSample", **arguments: Any
     ) -> tuple[RolloutTrace, bool]:
-        """The oracle's response, and whether some decision was close."""
-        inner = make_decoder(algorithm, self.config.mask_id, {"threshold": THRESHOLD})
-        decoder = Watched(inner, self.model)
+        """The oracle's response, and whether some decision was close; ``decoder`` wins over ``algorithm``."""
+        given_decoder = arguments.pop("decoder", None)
+        inner = given_decoder or make_decoder(algorithm, self.config.mask_id, {"threshold": THRESHOLD})
+        decoder = Watched(inner, self.model, analytic=given_decoder is None)
         given = dict(block_size=self.config.block_size, max_new_tokens=50, eos_ids=self.config.eos_ids) | arguments
         self.model.record_router_gaps(True)
         try:

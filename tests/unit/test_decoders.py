@@ -1,16 +1,12 @@
-"""Decoders as distributions over trajectories, on tables small enough to enumerate.
+"""Rules of the decoders, step by step: positions, draws, log-probs, broken logits, names and options.
 
-Every decoder registered in ``EXACT`` must pass ``TestDistribution``: one trajectory per sequence, probabilities that
-sum to one, sampling that follows them, and a score function that is the gradient. A decoder whose choice of positions
-is random (sample-then-select) joins with an enumeration of its own, which has to count that choice.
+``test_trajectories.py`` has what holds for whole trajectories.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -18,45 +14,10 @@ import torch
 from torch import Tensor
 
 from dllm.config import ConfigError
-from dllm.decoding import DECODERS, BlockBatch, Decoder, SamplingParams, decoder_class, make_decoder
+from dllm.decoding import DECODERS, Decoder, SamplingParams, decoder_class, make_decoder
 from dllm.decoding.sampling import sampling_logprobs
 from tests.support import sampling_batch
-
-TOKENS, MASK = 3, 3
-LOW = -1e4
-Table = Callable[[tuple[int, ...]], Tensor]
-"""State of a block (``MASK`` where hidden) -> logits [B, TOKENS + 1]."""
-
-EXACT = ("SelectThenSample",)
-
-
-def table_of(parameters: dict[tuple[int, ...], Tensor], size: int, seed: int, mask_logit: float = LOW) -> Table:
-    """A random table that fills itself in, so that a test can differentiate the entries that were used."""
-
-    def logits(state: tuple[int, ...]) -> Tensor:
-        if state not in parameters:
-            generator = torch.Generator().manual_seed(hash((seed, state)) & 0xFFFFFFFF)
-            values = torch.randn(size, TOKENS, generator=generator) * 1.5
-            parameters[state] = values.requires_grad_()
-        return torch.cat([parameters[state], torch.full((size, 1), mask_logit)], 1)
-
-    return logits
-
-
-def fixed(probabilities: list[list[float]]) -> Table:
-    """The same distributions in every state."""
-    rows = torch.tensor(probabilities).log()
-    return lambda state: torch.cat([rows, torch.full((len(rows), 1), LOW)], 1)
-
-
-def block(states: list[tuple[int, ...]], step: int, params: SamplingParams, seeds: range | None = None) -> BlockBatch:
-    ids = torch.tensor(states)
-    rows = len(states)
-    nothing = torch.zeros(rows, dtype=torch.int64)
-    sampling = sampling_batch(params, rows)
-    if seeds is not None:
-        sampling.seed = torch.tensor(list(seeds))
-    return BlockBatch(ids, torch.zeros_like(ids, dtype=torch.bool), nothing, nothing + step, nothing, sampling)
+from tests.unit.enumeration import LOW, MASK, TOKENS, Table, block, fixed, table_of
 
 
 def trajectory(
@@ -79,86 +40,6 @@ def trajectory(
         state = tuple(final[i] if i in revealed[-1] else state[i] for i in range(len(final)))
     assert MASK not in state
     return total, revealed
-
-
-def decode(
-    decoder: Decoder, table: Table, size: int, params: SamplingParams, seeds: range
-) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Decode one block per seed; yields the final block and the sum of the logged log-probs."""
-    states, sums = [(MASK,) * size] * len(seeds), torch.zeros(len(seeds))
-    for step in range(size):
-        logits = torch.stack([table(state) for state in states]).detach()
-        result = decoder.step(block(states, step, params, seeds), logits)
-        sums += (result.logprob * result.revealed).sum(1)
-        states = [tuple(row) for row in result.ids.tolist()]
-    assert all(MASK not in state for state in states)
-    yield from zip(states, sums.tolist(), strict=True)
-
-
-SEQUENCES = list(itertools.product(range(TOKENS), repeat=3))
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("threshold", [0.9, 0.6, 0.4])
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7, 0.95)], ids=["plain", "filtered"])
-class TestDistribution:
-    def test_trajectories_sum_to_one(self, name, threshold, params):
-        decoder, table = make_decoder(name, MASK, {"threshold": threshold}), table_of({}, 3, seed=1)
-        with torch.no_grad():
-            probabilities = [float(trajectory(decoder, table, y, params)[0].exp()) for y in SEQUENCES]
-        assert len(probabilities) == 27
-        assert sum(probabilities) == pytest.approx(1, abs=1e-5)
-
-    def test_sampling_follows_the_trajectory_probabilities(self, name, threshold, params):
-        decoder, table = make_decoder(name, MASK, {"threshold": threshold}), table_of({}, 3, seed=1)
-        count = 4000
-        samples = list(decode(decoder, table, 3, params, range(count)))
-        with torch.no_grad():
-            exact = {y: float(trajectory(decoder, table, y, params)[0]) for y in SEQUENCES}
-        for final, logged in samples:
-            assert logged == pytest.approx(exact[final], abs=1e-5), "the log is the trajectory log-prob"
-        seen = Counter(final for final, _ in samples)
-        likely = [y for y in SEQUENCES if math.exp(exact[y]) * count >= 5]
-        statistic = sum((seen[y] - count * math.exp(exact[y])) ** 2 / (count * math.exp(exact[y])) for y in likely)
-        assert statistic < 54.1, "chi-square with at most 26 degrees of freedom, 0.1 % level"
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("threshold", [0.9, 0.6])
-def test_score_function_is_the_gradient(name, threshold):
-    """E[grad log p] = 0, and E[R grad log p] equals the finite difference of J = E[R] in a random direction."""
-    parameters: dict[tuple[int, ...], Tensor] = {}
-    decoder, table = make_decoder(name, MASK, {"threshold": threshold}), table_of(parameters, 3, seed=2)
-    rewards = dict(zip(SEQUENCES, np.random.default_rng(0).standard_normal(27).tolist(), strict=True))
-
-    def objective() -> Tensor:
-        return sum(trajectory(decoder, table, y, SamplingParams())[0].exp() * rewards[y] for y in SEQUENCES)
-
-    objective()
-    states = list(parameters)
-    generator = torch.Generator().manual_seed(0)
-    direction = {s: torch.randn(parameters[s].shape, generator=generator) for s in states}
-    score, mean_score = 0.0, 0.0
-    for y in SEQUENCES:
-        for parameter in parameters.values():
-            parameter.grad = None
-        logp, _ = trajectory(decoder, table, y, SamplingParams())
-        logp.backward()
-        along = sum(float((parameters[s].grad * direction[s]).sum()) for s in states if parameters[s].grad is not None)
-        probability = float(logp.detach().exp())
-        score += probability * rewards[y] * along
-        mean_score += probability * along
-
-    step, values = 1e-2, []
-    with torch.no_grad():
-        for sign in (1, -2):
-            for s in states:
-                parameters[s] += sign * step * direction[s]
-            values.append(float(objective()))
-    difference = (values[0] - values[1]) / (2 * step)
-    assert abs(mean_score) < 1e-5
-    assert score == pytest.approx(difference, abs=2e-4)
-    assert abs(difference) > 1e-2
 
 
 class TestOneStep:
@@ -336,6 +217,21 @@ class TestRegistry:
             ("SelectThenSample", {"threshold": None}, r"threshold=None has the wrong type; expected float"),
             ("SelectThenSample", {"threshold": 1.5}, r"threshold=1.5 is not in \(0, 1\]; LLaDA2 uses 0.95"),
             ("SelectThenSample", {"threshold": 0}, r"threshold=0 is not in \(0, 1\]"),
+            (
+                "FastDLLMv2",
+                {"use_block_cache": True},
+                r"use_block_cache=True would reuse keys .* depend on the history of the block, .*; leave it out",
+            ),
+            ("FastDLLMv2", {"use_block_cache": 1}, r"use_block_cache=1 has the wrong type; expected bool"),
+            ("FastDLLMv2", {"sub_block_size": 0}, r"sub_block_size=0 is not positive"),
+            ("SampleThenSelect", {"tokens_per_step": 0}, r"tokens_per_step=0 is not positive"),
+            ("SampleThenSelect", {"tokens_per_step": 1.5}, r"tokens_per_step=1.5 has the wrong type; expected int"),
+            ("StaticSteps", {"threshold": 0.9}, r"'threshold' is not an option of StaticSteps; valid keys are \['tok"),
+            ("StaticSteps", {"tokens_per_step": 0}, r"tokens_per_step=0 is not positive"),
+            ("EntropyBound", {"gamma": -1}, r"gamma=-1 is negative; it is a budget in nats"),
+            ("Margin", {"threshold": 0.0}, r"threshold=0.0 is not in \(0, 1\]"),
+            ("JointThreshold", {"edit_threshold": 2}, r"edit_threshold=2 is not in \[0, 1\]; use 0.9 or more for RL"),
+            ("JointThreshold", {"max_post_edit_steps": -1}, r"max_post_edit_steps=-1 is negative"),
         ],
     )
     def test_refusals(self, name, options, message):

@@ -7,10 +7,12 @@ import json
 import pytest
 
 from dllm.config import ConfigError
+from dllm.decoding import DECODERS
 from rollout import preflight
 from rollout.preflight import check_server, choose_max_running_requests, cpu_kv_tokens, read_algorithm_config
 from tests.support import DATA, write_json
 
+STOCK_JOINT = "sglang.srt.dllm.algorithm.joint_threshold:JointThreshold"
 PUBLISHED = json.loads((DATA / "llada2_mini_config.json").read_text())
 
 
@@ -43,7 +45,7 @@ class TestRefusals:
 
     def test_llada2_without_an_algorithm(self, model):
         refused(
-            r"dllm_algorithm is not set for LLaDA2MoeModelLM: .* pass --dllm-algorithm \(one of \['LowConfidence', ",
+            r"dllm_algorithm is not set for LLaDA2MoeModelLM: .* pass --dllm-algorithm \(one of \['EntropyBound', ",
             model_path=model(),
         )
 
@@ -80,9 +82,9 @@ class TestRefusals:
 
     def test_algorithm_without_a_log_cannot_train(self, model):
         refused(
-            r"dllm_algorithm='JointThreshold' logs no log-probs to train on; use one of .* or a decoder of your own",
+            rf"dllm_algorithm='{STOCK_JOINT}' logs no log-probs to train on; use one of .* or a decoder of your own",
             training=True,
-            **flags(model(), dllm_algorithm="JointThreshold"),
+            **flags(model(), dllm_algorithm=STOCK_JOINT),
         )
 
     @pytest.mark.parametrize(
@@ -230,6 +232,23 @@ class TestEffectiveSettings:
 
     def test_options_of_sglangs_own_algorithms_are_not_ours_to_check(self, model, tmp_path):
         path = tmp_path / "a.yaml"
-        path.write_text("edit_threshold: 0.9\n")
-        assert read_algorithm_config("JointThreshold", path) == {"edit_threshold": 0.9}
-        check_server(flags(model(), dllm_algorithm="JointThreshold", dllm_algorithm_config=str(path)))
+        path.write_text("penalty_lambda: 0.5\n")
+        assert read_algorithm_config(STOCK_JOINT, path) == {"penalty_lambda": 0.5}
+        check_server(flags(model(), dllm_algorithm=STOCK_JOINT, dllm_algorithm_config=str(path)))
+        refused(
+            "'penalty_lambda' is not an option of JointThreshold; valid keys are .*'edit_threshold', 'max_post_edit",
+            **flags(model(), dllm_algorithm="JointThreshold", dllm_algorithm_config=str(path)),
+        )
+
+    @pytest.mark.parametrize("name", sorted(DECODERS))
+    def test_every_decoder_starts_and_trains_without_a_file(self, model, name):
+        for training in (False, True):
+            if training and name == "LowConfidence":
+                refused(
+                    "'LowConfidence' draws nothing: .* use SelectThenSample",
+                    training=True,
+                    **flags(model(), dllm_algorithm=name),
+                )
+                continue
+            report = check_server(flags(model(), dllm_algorithm=name), training=training)
+            assert report.effective["dllm_algorithm"] == name

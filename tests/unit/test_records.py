@@ -8,12 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from dllm.decoding import SamplingParams
+from dllm.decoding import SamplingParams, SelectionRule
 from dllm.trace import TraceError
 from rollout.engine import GenerateParams, content_seed
 from rollout.records import (
     RolloutError,
     RolloutSample,
+    check_trainable,
     read_lines,
     read_traces,
     sample_from_response,
@@ -85,12 +86,30 @@ def test_line_has_every_field_and_reads_back():
 
 
 def test_edits_and_select_logprobs_are_placed_in_the_sequence():
-    meta = response()["meta_info"]
-    meta["dllm_block"][0]["edits"] = [[0, 3, 5, 6]]
-    meta["dllm_block"][4]["select_logprob"] = [-0.25, 0.0]
-    made = sample(dllm_block=meta["dllm_block"]).trace
-    assert made.edits == [(0, 0, 3, 5, 6)]
-    assert made.select_logprobs == [[], [-0.25, 0.0], []]
+    blocks = response()["meta_info"]["dllm_block"]
+    blocks[0] |= {"steps": 2, "edits": [[1, 3, 5, 20]]}
+    blocks[5] |= {"edits": [[1, 0, 6, 7], [2, 0, 7, 25]]}
+    selects = [[-0.25, 0.0], [-0.5, -1.0], [-2.0, -3.0, 0.0]]
+    for block, values in zip((blocks[0], blocks[4], blocks[5]), selects, strict=True):
+        block |= {"select_logprob": values, "selection": {"threshold": 0.9, "tokens_per_step": 2}}
+    # The last block's first token was drawn at step 0 here, to be edited twice.
+    meta = {"dllm_block": blocks, "dllm_reveal_step": [0, 1, 0, 1, 0, 0]}
+    meta["dllm_block"][5]["tail"]["reveal_step"] = [0, 1, 2]
+    made = sample(**meta).trace
+    assert made.edits == [(0, 1, 3, 5, 20), (2, 1, 8, 6, 7), (2, 2, 8, 7, 25)]
+    assert made.drawn_ids[[0, 5]].tolist() == [5, 6]
+    assert made.select_logprobs == selects and made.selection == SelectionRule(0.9, 2)
+    check_trainable(made)
+
+
+def test_a_random_choice_without_a_rule_may_serve_but_not_train():
+    blocks = response()["meta_info"]["dllm_block"]
+    for index, steps in ((0, 1), (4, 2), (5, 3)):
+        blocks[index]["select_logprob"] = [-0.5] * steps
+    made = sample(dllm_block=blocks).trace
+    with pytest.raises(RolloutError, match=r"without a rule to recompute it by; set selection = SelectionRule\("):
+        check_trainable(made)
+    check_trainable(sample().trace)
 
 
 def test_an_engine_error_is_raised():

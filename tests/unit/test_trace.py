@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dllm.decoding import SamplingParams
+from dllm.decoding import SamplingParams, SelectionRule
 from dllm.trace import PER_TOKEN, RolloutTrace, TraceError
 from tests.support import hand_made_trace
 
@@ -28,6 +28,81 @@ def trace(**changes) -> RolloutTrace:
     made.logprob_raw = -np.arange(10, dtype=np.float32) / 5
     made.confidence = np.linspace(0.1, 1, 10, dtype=np.float32)
     return replace(made, **changes)
+
+
+EDITS = [(2, 2, 10, 30, 31), (2, 3, 8, 40, 41), (2, 3, 10, 31, 14)]
+"""In the second whole block (positions 8 to 11), drawn at steps 0, 2, 1, 0: 30 became 31 and then 14, 40 became 41."""
+
+
+def edited(**changes) -> RolloutTrace:
+    """``trace`` with edits; step 3 of block 1 draws nothing."""
+    ids = trace().replay_ids
+    ids[2] = 41
+    return trace(**({"replay_ids": ids, "edits": EDITS, "steps_per_block": [2, 4, 4]} | changes))
+
+
+def test_drawn_tokens_are_those_before_the_edits():
+    made = edited()
+    made.validate()
+    assert made.drawn_ids.tolist() == [10, 11, 40, 13, 30, 15, 16, 17, 18, 19]
+    assert made.replay_ids.tolist() == [10, 11, 41, 13, 14, 15, 16, 17, 18, 19], "the trace itself is not touched"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"edits": [(1, 2, 10, 30, 14)]}, r"position 10 is no generated token of block 1"),
+        ({"edits": [(1, 2, 5, 30, 14)]}, r"position 5 is no generated token of block 1"),
+        ({"edits": [(4, 2, 16, 30, 14)]}, r"position 16 is no generated token of block 4"),
+        ({"edits": EDITS[::-1]}, r"edit \(2, 2, 10, 30, 31\) comes after one of block 2, step 3: out of order"),
+        ({"edits": [(2, 0, 8, 40, 41)]}, r"edit \(2, 0, .*: position 8 was drawn or edited at step 0"),
+        ({"edits": [EDITS[0], (2, 2, 10, 31, 14)]}, r"position 10 was drawn or edited at step 2"),
+        ({"edits": [EDITS[0], EDITS[1], (2, 3, 10, 32, 14)]}, r"edit \(2, 3, 10, 32, 14\): the token there was 31"),
+        ({"edits": [EDITS[1], (2, 3, 9, 13, 13)]}, r"edit \(2, 3, 9, 13, 13\): the token there was 13"),
+        ({"edits": EDITS[:2]}, r"edits leave 31 at position 10, not 14"),
+        ({"edits": [(2, 4, 8, 40, 41)]}, r"block 1: step 4 is not among its 4 steps"),
+        ({"edits": EDITS[:1] + [(2, 3, 10, 31, 14)], "steps_per_block": [2, 5, 4]}, r"\[0, 1, 2, 3\] are not 0..4"),
+        ({"edits": [], "steps_per_block": [2, 4, 4]}, r"block 1: reveal steps \[0, 1, 2\] are not 0..3"),
+    ],
+)
+def test_edits_that_contradict_the_tokens_are_refused(changes, message):
+    with pytest.raises(TraceError, match=message):
+        edited(**changes).validate()
+
+
+def test_select_logprobs_ride_on_the_first_token_of_a_step():
+    values = [[-1.0, -2.0], [-3.0, -4.0, -5.0], [-6.0, -7.0, -8.0, 0.0]]
+    made = trace(select_logprobs=values, selection=SelectionRule(0.9, 1))
+    made.validate()
+    assert made.reveal_step.tolist() == [1, 0, 0, 2, 1, 0, 3, 2, 1, 0]
+    assert made.select_logprob.tolist() == [-2, -1, -3, -5, -4, 0, 0, -8, -7, -6]
+    np.testing.assert_array_equal(made.action_logprob, made.logprob + made.select_logprob)
+    assert made.action_logprob.sum() == pytest.approx(made.logprob.sum() - 36, rel=1e-6)
+    assert trace().action_logprob.tolist() == trace().logprob.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"select_logprobs": None, "selection": SelectionRule(0.9, 1)}, "selection has no select_logprob beside it"),
+        ({"select_logprobs": [[0.0, 0.0]]}, "select_logprob has 1 entries for 3 blocks"),
+        (
+            {"select_logprobs": [[0.0], [0.0] * 3, [0.0] * 4]},
+            "block 0: select_logprob has 1 entries for 2 steps",
+        ),
+        (
+            {"select_logprobs": [[0.0, 0.1], [0.0] * 3, [0.0] * 4]},
+            "block 0: select_logprob has entries that are not finite or above 0",
+        ),
+        (
+            {"select_logprobs": [[0.0, 0.0], [0.0] * 3, [0.0, 0.0, 0.0, -np.inf]]},
+            "block 2: select_logprob has entries that are not finite or above 0",
+        ),
+    ],
+)
+def test_select_logprobs_that_contradict_the_steps_are_refused(changes, message):
+    with pytest.raises(TraceError, match=message):
+        trace(**changes).validate()
 
 
 def test_geometry():
@@ -72,9 +147,10 @@ def test_a_token_that_was_never_drawn_excuses_its_block():
 
 
 def test_round_trip_through_json():
-    made = trace(select_logprobs=[[-0.1, 0.0], [-1.0, -2.0, 0.0], [0.0]], edits=[(1, 2, 5, 11, 12)])
+    selects = [[-0.1, 0.0], [-1.0, -2.0, 0.0, 0.0], [-1e-6, 0.0, -3.5, 0.0]]
+    made = edited(select_logprobs=selects, selection=SelectionRule(0.95, 2))
     line = json.loads(json.dumps(made.to_line()))
-    assert line["output_ids"] == [10, 11, 12, 13, 14, 15, 16]
+    assert line["output_ids"] == [10, 11, 41, 13, 14, 15, 16]
     assert line["tail"]["ids"] == [17, 18, 19]
     assert len(line["logprob"]) == 7 and len(line["tail"]["logprob"]) == 3
     back = RolloutTrace.from_line(line)
@@ -89,6 +165,7 @@ def test_round_trip_through_json():
         "sampling",
         "select_logprobs",
         "edits",
+        "selection",
     ):
         assert getattr(made, name) == getattr(back, name), name
 
