@@ -19,14 +19,15 @@ import matplotlib.pyplot as plt
 
 from recipes.console import validation_accuracy
 from recipes.records import read_metrics
+from trainers.scores import ScoreSummary
 
 BLUE, ORANGE, GREY = "#2b6cb0", "#dd6b20", "#718096"
 
 
-def _figure(title: str, ylabel: str) -> tuple[Any, Any]:
+def _figure(title: str, ylabel: str, xlabel: str = "training step") -> tuple[Any, Any]:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), dpi=120, layout="constrained")
     axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel("training step")
+    axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -94,11 +95,25 @@ def plot_comparison(directories: Sequence[Path], path: Path) -> Path:
         steps = [r for r in records if r["kind"] == "step"]
         held_out = [r for r in records if r["kind"] == "validation"]
         colour = f"C{index}"
-        axes.plot([r["step"] for r in steps], [r["critic/rewards/mean"] for r in steps], color=colour, lw=0.8, alpha=0.4)
+        axes.plot(
+            [r["step"] for r in steps], [r["critic/rewards/mean"] for r in steps], color=colour, lw=0.8, alpha=0.4
+        )
         accuracies = [validation_accuracy(r) for r in held_out]
         axes.plot([r["step"] for r in held_out], accuracies, color=colour, marker="o", label=directory.name)
     axes.set_ylim(0, 1)
     axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
+def plot_accuracy(points: Sequence[tuple[str, float, ScoreSummary]], path: Path) -> Path:
+    """Accuracy (95 % interval) against tokens per forward: one point per (label, tokens per forward, scores)."""
+    figure, axes = _figure("Accuracy and speed", "accuracy (95 % interval)", "tokens per denoise forward")
+    for index, (label, speed, s) in enumerate(points):
+        bars = [[s.accuracy - s.accuracy_low], [s.accuracy_high - s.accuracy]]
+        axes.errorbar([speed], [s.accuracy], yerr=bars, fmt="o", capsize=3, color=f"C{index % 10}", label=label)
+    axes.set_ylim(0, 1)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, fontsize=8)
     return _save(figure, path)
 
 

@@ -30,7 +30,7 @@ from dllm.models.checkpoint import load_model
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from recipes.compose import compose_config, run_name
 from recipes.settings import RecipeSettings
-from recipes.tasks import ReasoningGymTask, available_tasks, build_task, check_task, load_rows, load_task
+from recipes.tasks import ReasoningGymTask, build_task, check_task, load_rows, load_task
 from recipes.tasks.build import distinct_entries
 from recipes.tasks.demonstrations import demonstrations
 from recipes.tiny import TinyShape, make_model_dir, shrink_weights, write_model_dir
@@ -38,8 +38,10 @@ from recipes.tokenizer import ROLE_END, build_tokenizer, prompt_ids
 from trainers.evaluation import Evaluation, evaluate
 from trainers.sft import Example, SFTSettings, train_steps
 
-# Prompts the tokenizer's merges are trained on: of the task itself and of every other task of the config group.
+# Prompts the tokenizer's merges are trained on: of the task itself and of these others. A list, because a task that is
+# added to the config group must not change the tokenizer of a checkpoint that is made again.
 OWN_PROMPTS, OTHER_PROMPTS = 2000, 200
+OTHER_TASKS = ("chain_sum", "countdown", "gcd", "mini_sudoku")
 
 
 @dataclass
@@ -97,7 +99,7 @@ def load_settings(overrides: Sequence[str]) -> tuple[Settings, ReasoningGymTask,
 
 def tokenizer_prompts(task: ReasoningGymTask) -> list[str]:
     """Text the merges of a fresh tokenizer are trained on."""
-    others = [load_task(name) for name in available_tasks() if name not in (task.name, "parquet")]
+    others = [load_task(name) for name in OTHER_TASKS if name != task.name]
     parts = [(task, OWN_PROMPTS), *((other, OTHER_PROMPTS) for other in others)]
     return [entry["question"] for part, count in parts for entry in islice(distinct_entries(part), count)]
 

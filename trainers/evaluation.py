@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,25 +13,19 @@ from dllm.decoding import SamplingParams, SelectThenSample
 from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.noise import sample_seed
 from trainers.generation import generate
-from trainers.rewards import compute_score
+from trainers.scores import ScoreSummary, score_answer, summarise_scores
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(ScoreSummary):
     """What n samples for each of m prompts showed.
 
     Attributes:
-        accuracy: share of right answers.
-        malformed: share of answers that are not in the task's format.
-        pass_at_n: share of prompts with at least one right answer.
         distinct: different texts per prompt, mean.
         steps_per_block: denoise steps, mean.
         texts: the m * n answers, those of one prompt side by side.
     """
 
-    accuracy: float
-    malformed: float
-    pass_at_n: float
     distinct: float
     steps_per_block: float
     texts: list[str]
@@ -69,18 +63,10 @@ def evaluate(
         seeds=[sample_seed(seed, 0, row, sample) for row in range(len(prompts)) for sample in range(samples)],
     )
     texts = [decode(trace.replay_ids[: trace.visible].tolist()) for trace in traces]
-    scores = [
-        compute_score(
-            row["data_source"], texts[i * samples + j], row["reward_model"]["ground_truth"], row["extra_info"]
-        )
-        for i, row in enumerate(rows)
-        for j in range(samples)
-    ]
-    right = np.array([score["acc"] for score in scores]).reshape(len(rows), samples)
+    owners = [index for index in range(len(rows)) for _ in range(samples)]
+    scores = [score_answer(rows[owner], text) for owner, text in zip(owners, texts, strict=True)]
     return Evaluation(
-        accuracy=float(right.mean()),
-        malformed=float(np.mean([score["malformed"] for score in scores])),
-        pass_at_n=float(right.any(1).mean()),
+        **asdict(summarise_scores(scores, owners)),
         distinct=float(np.mean([len(set(texts[i : i + samples])) for i in range(0, len(texts), samples)])),
         steps_per_block=float(np.mean([steps for trace in traces for steps in trace.steps_per_block])),
         texts=texts,

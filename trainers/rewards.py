@@ -30,6 +30,7 @@ MATH_SOURCES = frozenset(
 
 _INTEGER = re.compile(r"-?[0-9]+")
 _GRID = re.compile(r"[1-4](?: [1-4]){3}(?:\n[1-4](?: [1-4]){3}){3}")
+_GRID_9 = re.compile(r"[1-9](?: [1-9]){8}(?:\n[1-9](?: [1-9]){8}){8}")
 _EXPRESSION = re.compile(r"[0-9+\-*/() ]*[0-9][0-9+\-*/() ]*")
 _ANYTHING = re.compile(r".*\S.*", re.DOTALL)
 # What an answer looks like, by task of reasoning-gym; tasks not named here accept any text that is not empty.
@@ -37,6 +38,7 @@ ANSWER_FORMATS: Mapping[str, re.Pattern[str]] = {
     **dict.fromkeys(("chain_sum", "basic_arithmetic", "gcd", "lcm", "products", "count_bits"), _INTEGER),
     "countdown": _EXPRESSION,
     "mini_sudoku": _GRID,
+    "sudoku": _GRID_9,
 }
 # A whole number on its own: not part of a word, a decimal or a longer expression.
 _STANDALONE_INTEGER = re.compile(r"(?<![\w.,+\-*/^])-?[0-9]+(?![\w*/^+]|[.,\-][0-9])")
