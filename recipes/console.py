@@ -62,10 +62,10 @@ def step_line(step: int, total: int, metrics: dict[str, Any]) -> str:
     )
 
 
-def validation_accuracy(metrics: dict[str, Any], name: str = "acc") -> float | None:
-    """Held-out mean of a reward field over all data sources."""
-    values = [float(v) for key, v in metrics.items() if key.startswith("val-") and f"/{name}/mean@" in key]
-    return sum(values) / len(values) if values else None
+def validation_accuracy(metrics: dict[str, Any], name: str = "accuracy") -> float | None:
+    """A held-out figure of ``trainers.metrics.validation_metrics``; None with a reward that has no accuracy."""
+    value = metrics.get(f"val/{name}")
+    return None if value is None else float(value)
 
 
 class RunConsole:
@@ -121,9 +121,10 @@ class RunConsole:
             self._enter("bookkeeping")
             accuracy = validation_accuracy(details["metrics"])
             malformed = validation_accuracy(details["metrics"], "malformed")
-            text = (
-                f"validation, step {details['step']}: accuracy {accuracy:.3f}" if accuracy is not None else "validation"
-            )
+            text = "validation"
+            if accuracy is not None:
+                low, high = (validation_accuracy(details["metrics"], f"accuracy_{end}") for end in ("low", "high"))
+                text = f"validation, step {details['step']}: accuracy {accuracy:.3f} (95 % {low:.3f} to {high:.3f})"
             if malformed is not None:
                 text += f", malformed {malformed:.3f}"
             self.console.print(text)

@@ -26,6 +26,10 @@ class DllmSettings:
     """Options of the likelihood, e.g. ``+dllm.likelihood_options.samples=4`` (elbo) or ``.keep=0.5`` (exact)."""
     max_logprob_diff: float | None = None
     """Stop the run if 0.1 % of a step's tokens differ by more than this (nats) between engine and trainer."""
+    measure_every: int = 5
+    """Measure schedule and router flips at every so many steps, the first included; 0 never does."""
+    measure_states: int = 64
+    """Schedule flips: at most so many states of a micro-batch; each costs the LM head of one block."""
 
 
 @dataclass
@@ -60,4 +64,7 @@ def typed(config: DictConfig) -> tuple[DllmSettings, RecipeSettings]:
             raise ConfigError(f"{name}.{getattr(error, 'full_key', '') or '?'}: {reason}") from error
     dllm, recipe = groups
     make_likelihood(dllm.likelihood, dllm.likelihood_options)
+    for key in ("measure_every", "measure_states"):
+        if getattr(dllm, key) < 0:
+            raise ConfigError(f"dllm.{key}={getattr(dllm, key)} is negative; use 0 to measure no flips")
     return dllm, recipe

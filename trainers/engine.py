@@ -5,7 +5,8 @@ Loaded through ``actor_rollout_ref.model.external_lib=trainers.engine``, before 
 
 Another likelihood comes from ``actor_rollout_ref.model.override_config``, which verl hands to every engine, actor and
 reference alike: ``{model_config: {}, dllm: {likelihood: elbo, likelihood_options: {samples: 2}}}``. With
-``model_config`` beside it verl does not take the rest for keys of the model's config.json.
+``model_config`` beside it verl does not take the rest for keys of the model's config.json. ``dllm.algorithm`` and
+``dllm.options`` there say how the engine decodes, which schedule flips are measured with.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, deta
 
 from dllm.attention import attention_for
 from dllm.config import ConfigError, resolve
-from dllm.decoding import SamplingBatch, SamplingParams, SelectionRule
+from dllm.decoding import Decoder, SamplingBatch, SamplingParams, SelectionRule, make_decoder
 from dllm.likelihood import Elbo, Exact, Likelihood, States, make_likelihood
 from dllm.likelihood.elbo import sandwich, upper_bounds
 from dllm.likelihood.exact import action_logprobs, router_tie_targets, target_head
@@ -36,14 +37,16 @@ from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, su
 from dllm.models.checkpoint import load_model
 from dllm.models.llada2 import LLaDA2MoeModelLM, Router
 from dllm.trace import RolloutTrace
+from rollout.verl.server import decoder_settings
+from trainers.flips import MEASURE, logged_routing, recorded_routing, router_flips, schedule_probe, with_flips
 from trainers.losses import loss_inputs
 from trainers.objective import check_subsampling
 
 REPLAY_COLUMNS = ("dllm_reveal_step", "dllm_logprob", "dllm_sampling", "dllm_selection", "dllm_edits")
 """Columns of ``rollout.verl.agent_loop.replay_columns``."""
 
-EXTRA_OUTPUTS = ("router_tie",)
-"""Per-token outputs of a forward-only pass beside verl's own."""
+EXTRA_OUTPUTS = ("router_tie", "schedule_flip", "router_flip")
+"""Per-token outputs of a forward-only pass beside verl's own; the flips only where ``MEASURE`` asks for them."""
 
 
 @EngineRegistry.register(model_type="block_diffusion_lm", backend=["fsdp2"], device=["cuda", "cpu"])
@@ -124,8 +127,15 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         with autocast:
             if forward_only:
                 self.module.record_router_gaps(True)
-            head = target_head(batch, sampling, self._mask_id, entropy)
-            values = self.module(batch.input_ids, batch.position, attention_for(batch), head)
+            wanted = int(tu.get_non_tensor_data(data=micro_batch, key=MEASURE, default=0))
+            measure = wanted if forward_only and exact else 0
+            probe, decoder = None, self.decoder if measure else None
+            if decoder is not None:
+                probe = schedule_probe(batch, traces, decoder, sampling, measure)
+            head = with_flips(target_head(batch, sampling, self._mask_id, entropy), probe)
+            routing = logged_routing(rows, micro_batch) if measure else []
+            with recorded_routing(self.module, batch, any(r is not None for r in routing)) as hashes:
+                values, flips = self.module(batch.input_ids, batch.position, attention_for(batch), head)
             lengths = [len(t.replay_ids) for t in traces]
             jagged = lambda per_target: to_jagged(token_sums(batch, per_target, lengths), rows, micro_batch)
             share = target_shares(batch, lengths)
@@ -135,6 +145,10 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
             if forward_only:
                 ties = router_tie_targets(batch, self.module.router_gap())
                 model_output["router_tie"] = jagged(share * ties)
+            if measure:
+                flipped = probe.per_target(flips, len(share)) if probe else torch.zeros_like(share)
+                model_output["schedule_flip"] = jagged(share * flipped)
+                model_output["router_flip"] = jagged(share * router_flips(batch, hashes, routing))
                 self.module.record_router_gaps(False)
             if kept is not None:
                 model_output["log_probs"] = reweighted(model_output["log_probs"], kept, rows, micro_batch)
@@ -159,6 +173,15 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         """Likelihood of ``override_config.dllm``, exact without one."""
         given = (self.model_config.override_config or {}).get("dllm") or {}
         return make_likelihood(given.get("likelihood", "exact"), given.get("likelihood_options"))
+    @property
+    def decoder(self) -> Decoder | None:
+        """Decoder of ``override_config.dllm`` with its options; None if it is not told."""
+        given = (self.model_config.override_config or {}).get("dllm") or {}
+        if "algorithm" not in given:
+            return None
+        settings = decoder_settings({"sglang_dllm": {k: given[k] for k in ("algorithm", "options") if k in given}})
+        return make_decoder(settings["algorithm"], self._mask_id, settings["options"])
+
 
     @property
     def _mask_id(self) -> int:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from dllm.trace import RolloutTrace
+from trainers.schedule import Threshold, edit_metrics, flip_metrics, replay_field, threshold_metrics
+from trainers.scores import summarise_scores
 
 Line = Mapping[str, Any]
 """One line of a rollout file (see ``rollout.records``), with ``uid``, ``reward`` and the trainer's log-probs."""
-
-
-def replay_field(line: Line, name: str) -> list:
-    """A per-token field over the whole replay: visible tokens, then the rest of the terminal block."""
-    return list(line[name]) + list(line["tail"][name])
 
 
 def engine_logprobs(line: Line) -> Sequence[float]:
@@ -27,8 +25,8 @@ def engine_logprobs(line: Line) -> Sequence[float]:
     return RolloutTrace.from_line(line).action_logprob.tolist()
 
 
-def logprob_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
-    """|engine - trainer| log-prob of every drawn token, and whether it depends on a router tie.
+def signed_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
+    """Trainer's minus engine's log-prob of every drawn token, and whether it depends on a router tie.
 
     Lines without ``trainer_logprob`` are left out: only the exact likelihood is on the engine's scale.
 
@@ -41,9 +39,15 @@ def logprob_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
             continue
         drawn = np.asarray(replay_field(line, "reveal_step")) >= 0
         engine = np.asarray(engine_logprobs(line), dtype=np.float64)
-        diffs.append(np.abs(engine - np.asarray(line["trainer_logprob"], dtype=np.float64))[drawn])
+        diffs.append((np.asarray(line["trainer_logprob"], dtype=np.float64) - engine)[drawn])
         ties.append(np.asarray(line["router_tie"], dtype=bool)[drawn])
     return np.concatenate(diffs), np.concatenate(ties)
+
+
+def logprob_differences(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
+    """``signed_differences`` without their sign."""
+    diffs, ties = signed_differences(lines)
+    return np.abs(diffs), ties
 
 
 def difference_summary(diffs: np.ndarray, ties: np.ndarray) -> dict[str, float]:
@@ -60,6 +64,25 @@ def difference_summary(diffs: np.ndarray, ties: np.ndarray) -> dict[str, float]:
     }
 
 
+def divergence_metrics(signed: np.ndarray) -> dict[str, float]:
+    """How far the trainer's policy is from the one that decoded, over all drawn tokens.
+
+    Args:
+        signed: trainer's minus engine's log-prob, float64 [N].
+
+    Returns:
+        ``k3``, the estimate of KL(engine || trainer) in nats per token that is never negative and has a low variance
+        (Schulman, "Approximating KL divergence", 2020): mean of exp(d) - 1 - d; and ``exp_mean_abs_diff``, the factor
+        by which a token's probability is off in the geometric mean.
+    """
+    if not len(signed):
+        return {}
+    return {
+        "rollout_corr/k3": float(np.mean(np.expm1(signed) - signed)),
+        "rollout_corr/exp_mean_abs_diff": float(np.exp(np.abs(signed).mean())),
+    }
+
+
 def group_diversity(lines: Sequence[Line]) -> float:
     """Distinct visible responses per prompt group, mean over the groups."""
     groups: dict[str, set[tuple[int, ...]]] = defaultdict(set)
@@ -68,13 +91,17 @@ def group_diversity(lines: Sequence[Line]) -> float:
     return float(np.mean([len(group) for group in groups.values()])) if groups else 0.0
 
 
-def step_metrics(lines: Sequence[Line]) -> dict[str, float]:
-    """Metrics of one step's rollouts under their published names (``dllm/*``, ``rollout/*``, ``rollout_corr/*``)."""
+def step_metrics(lines: Sequence[Line], threshold: Threshold | None = None) -> dict[str, float]:
+    """Metrics of one step's rollouts under their published names (docs/metrics.md), before anything is corrected.
+
+    Args:
+        threshold: the decoder's, for the margins; None leaves them out.
+    """
     steps = [s for line in lines for s in line["steps_per_block"]]
     confidence = np.concatenate([np.asarray(line["confidence"], dtype=np.float64) for line in lines])
     lengths = np.asarray([len(line["output_ids"]) for line in lines])
     tokens = sum(len(replay_field(line, "reveal_step")) for line in lines)
-    diffs, ties = logprob_differences(lines)
+    signed, ties = signed_differences(lines)
     versions = [int(line["weight_version"]) for line in lines if str(line["weight_version"]).isdigit()]
     metrics = {
         "dllm/tokens_per_forward": tokens / max(1, sum(steps)),
@@ -95,5 +122,26 @@ def step_metrics(lines: Sequence[Line]) -> dict[str, float]:
         values = [line[name] for line in lines if line.get(name) is not None]
         if values:
             metrics[f"rollout/{name}"] = float(np.mean(values))
-    metrics.update({f"rollout_corr/logprob_abs_diff/{k}": v for k, v in difference_summary(diffs, ties).items()})
-    return metrics
+    differences = difference_summary(np.abs(signed), ties)
+    metrics |= {f"rollout_corr/logprob_abs_diff/{name}": value for name, value in differences.items()}
+    return (
+        metrics
+        | divergence_metrics(signed)
+        | threshold_metrics(lines, threshold)
+        | edit_metrics(lines)
+        | flip_metrics(lines)
+    )
+
+
+def validation_metrics(prompts: Sequence[Hashable], rewards: Mapping[str, Sequence[float | None]]) -> dict[str, float]:
+    """Held-out figures under their published names (``val/*``); none if a reward has no ``acc`` and ``malformed``.
+
+    Args:
+        prompts: what tells apart the prompts, one per answer.
+        rewards: fields of the rewards, one value per answer.
+    """
+    fields = [list(rewards.get(name, ())) for name in ("acc", "malformed")]
+    if not prompts or any(len(values) != len(prompts) or None in values for values in fields):
+        return {}
+    scores = [{"acc": acc, "malformed": malformed} for acc, malformed in zip(*fields, strict=True)]
+    return {f"val/{name}": float(value) for name, value in asdict(summarise_scores(scores, prompts)).items()}

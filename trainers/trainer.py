@@ -14,7 +14,10 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rollout.verl.agent_loop import ERROR_TAG, LINE
-from trainers.metrics import step_metrics
+from rollout.verl.server import decoder_settings
+from trainers.flips import MEASURE
+from trainers.metrics import step_metrics, validation_metrics
+from trainers.schedule import threshold_of
 from trainers.workers import BlockDiffusionWorker
 
 Listener = Callable[[str, dict[str, Any]], None]
@@ -43,7 +46,10 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         super().__init__(config)
         self.listener = listener or (lambda event, details: None)
         self.step_lines: list[dict[str, Any]] = []
+        self.measured = False
         self.exact = config.dllm.likelihood == "exact"
+        decoder = decoder_settings(config.actor_rollout_ref.rollout.engine_kwargs or {})
+        self.threshold = threshold_of(decoder["algorithm"], decoder["options"])
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -95,6 +101,13 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         self.listener("validate_end", {"step": self.global_steps, "metrics": metrics})
         return metrics
 
+    def _val_metrics_update(
+        self, data_sources: Any, sample_uids: Any, reward_extra_infos_dict: dict[str, list], *rest: Any, **more: Any
+    ) -> dict[str, float]:
+        """verl's numbers and ours, which are those of warm starts and of ``recipes.evaluate``."""
+        metrics = super()._val_metrics_update(data_sources, sample_uids, reward_extra_infos_dict, *rest, **more)
+        return metrics | validation_metrics(sample_uids, reward_extra_infos_dict)
+
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         self.listener("phase", {"name": "update"})
         return super()._update_actor(batch, metrics)
@@ -103,9 +116,13 @@ class BlockDiffusionTrainer(PPOTrainerSync):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         self.listener("phase", {"name": "log-probs"})
+        every, states = self.config.dllm.measure_every, self.config.dllm.measure_states
+        measured = self.exact and every > 0 and (self.global_steps - 1) % every == 0
+        batch.extra_info[MEASURE] = states if measured else 0
         batch = super()._compute_old_log_prob(batch, metrics)
+        self.measured = measured and states > 0
         self.step_lines = self.rollout_lines(batch)
-        ours = step_metrics(self.step_lines)
+        ours = step_metrics(self.step_lines, self.threshold)
         metrics.update(ours)
         limit = self.config.dllm.max_logprob_diff
         worst = ours.get("rollout_corr/logprob_abs_diff/p999", 0.0)
@@ -121,21 +138,26 @@ class BlockDiffusionTrainer(PPOTrainerSync):
     def rollout_lines(self, batch: Any) -> list[dict[str, Any]]:
         """The step's samples as lines of a rollout file, with the trainer's view of them beside the engine's."""
         real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        flips = ["schedule_flip", "router_flip"] if self.measured else []
         fields = ["uid", "extra_fields", "old_log_probs", "router_tie", "response_mask", "rm_scores", "reward_model"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        columns = {name: data[name] for name in ("old_log_probs", "router_tie", "rm_scores")}
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields + flips)
+        columns = {name: data[name] for name in ("old_log_probs", "router_tie", "rm_scores", *flips)}
         unbound = {name: value.unbind() for name, value in columns.items()}
         extra, uids, rewards = (list(data[name]) for name in ("extra_fields", "uid", "reward_model"))
         lines = []
         for i in real:
             line = dict(extra[i][LINE])
             logprob = unbound["old_log_probs"][i].tolist()
+            # verl keeps what belongs to a response token one place earlier.
+            ours = slice(-len(logprob) - 1, -1)
             line.update(
                 step=self.global_steps,
                 uid=uids[i],
                 reward=float(unbound["rm_scores"][i].sum()),
                 ground_truth=rewards[i].get("ground_truth"),
-                router_tie=[bool(v) for v in unbound["router_tie"][i][-len(logprob) - 1 : -1].tolist()],
+                router_tie=[bool(v) for v in unbound["router_tie"][i][ours].tolist()],
+                # 0 stands for what was not measured; rows of padding have nothing else.
+                **{name: [v - 1.0 for v in unbound[name][i][ours].tolist()] for name in flips},
             )
             line["trainer_logprob" if self.exact else "trainer_likelihood"] = logprob
             line.update(

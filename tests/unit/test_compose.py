@@ -101,7 +101,12 @@ class TestLikelihood:
         assert self.handed_over(run) == {
             "attn_implementation": "sdpa",
             "model_config": {},
-            "dllm": {"likelihood": "exact", "likelihood_options": {}},
+            "dllm": {
+                "likelihood": "exact",
+                "likelihood_options": {},
+                "algorithm": "SelectThenSample",
+                "options": {"threshold": 0.95},
+            },
         }
         assert run.config.algorithm.rollout_correction.rollout_is == "token"
 
@@ -190,6 +195,7 @@ def test_seed_reaches_the_data(resolve):
         ("+dllm.likelihood_options.keep=2", r"dllm.likelihood_options.keep=2.0 is not in \(0, 1\]"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=ppo", r"loss_mode='ppo' does not exist; use one of"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=spg", r"loss_mode=spg needs dllm.likelihood=elbo, not exact"),
+        ("dllm.measure_every=-1", "dllm.measure_every=-1 is negative; use 0 to measure no flips"),
         ("dllm.max_logprob_diff=small", r"dllm.max_logprob_diff: Value 'small' of type 'str' could not be converted"),
         ("recipe.seed=zero", r"recipe.seed: Value 'zero' of type 'str' could not be converted to Integer"),
         ("task=nothing", r"Could not find 'task/nothing' Available options in 'task': .*chain_sum"),

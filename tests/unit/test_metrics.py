@@ -8,9 +8,11 @@ import pytest
 from tests.support import rollout_line as line
 from trainers.metrics import (
     difference_summary,
+    divergence_metrics,
     group_diversity,
     logprob_differences,
     replay_field,
+    signed_differences,
     step_metrics,
 )
 
@@ -48,6 +50,27 @@ def test_summary_leaves_ties_out_of_one_maximum_only():
     assert summary["p99"] == 0 and 0.25 <= summary["p999"] < 3.0
     assert difference_summary(np.zeros(0), np.zeros(0, bool)) == {}
     assert difference_summary(np.ones(2), np.ones(2, bool))["max_without_ties"] == 0.0
+
+
+def test_divergence_of_known_differences():
+    signed = np.array([np.log(2), -np.log(2), 0.0, 0.0])
+    metrics = divergence_metrics(signed)
+    assert metrics["rollout_corr/k3"] == pytest.approx((2 - 1 + 0.5 - 1) / 4)
+    assert metrics["rollout_corr/exp_mean_abs_diff"] == pytest.approx(2**0.5)
+    assert divergence_metrics(np.zeros(0)) == {}
+
+
+def test_k3_estimates_the_divergence_from_the_engine():
+    generator = np.random.default_rng(0)
+    engine, trainer = generator.dirichlet(np.ones(5)), generator.dirichlet(np.ones(5))
+    tokens = generator.choice(5, 200_000, p=engine)
+    k3 = divergence_metrics(np.log(trainer[tokens]) - np.log(engine[tokens]))["rollout_corr/k3"]
+    assert k3 == pytest.approx(float((engine * np.log(engine / trainer)).sum()), rel=0.02)
+
+
+def test_differences_keep_their_sign():
+    signed, _ = signed_differences([line(trainer=(-1.0, -2.5, -3.0, -3.75))])
+    assert signed.tolist() == [0, -0.5, 0, 0.25]
 
 
 def test_diversity_is_counted_on_visible_tokens():

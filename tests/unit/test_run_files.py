@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
 
 from recipes import plot
-from recipes.console import step_line, validation_accuracy
+from recipes.console import RunConsole, step_line, validation_accuracy
 from recipes.host import choose_hardware, host_report, package_versions
 from recipes.records import RunRecorder, read_metrics, read_rollouts
 from recipes.summary import summarise
@@ -21,13 +22,13 @@ def record_run(directory, steps=(1, 2, 3), offset=0.0):
     recorder = RunRecorder(directory)
     recorder(
         "validate_end",
-        {"step": 0, "metrics": {"val-core/chain_sum/acc/mean@1": 0.25, "val-aux/x/malformed/mean@1": 0.5}},
+        {"step": 0, "metrics": {"val/accuracy": 0.25, "val/malformed": 0.5}},
     )
     for step in steps:
         recorder("phase", {"name": "rollout"})
         metrics = {key: np.float32(step + offset) for key in KEYS} | {"rollout_corr/logprob_abs_diff/mean": 1e-6}
         recorder("step_end", {"step": step, "metrics": metrics, "lines": []})
-    recorder("validate_end", {"step": steps[-1], "metrics": {"val-core/chain_sum/acc/mean@1": 0.75}})
+    recorder("validate_end", {"step": steps[-1], "metrics": {"val/accuracy": 0.75}})
     recorder.close()
 
 
@@ -128,10 +129,17 @@ def test_plots_of_nothing(tmp_path, capsys):
     assert "has no metrics.jsonl; pass the directory of a run" in capsys.readouterr().err
 
 
-def test_accuracy_is_the_mean_over_data_sources():
-    metrics = {"val-core/a/acc/mean@1": 0.5, "val-core/b/acc/mean@1": 1.0, "val-aux/a/score/mean@1": 9.0}
+def test_accuracy_is_that_of_the_shared_summary():
+    metrics = {"val/accuracy": 0.75, "val-core/a/acc/mean@1": 0.5}
     assert validation_accuracy(metrics) == 0.75
     assert validation_accuracy(metrics, "malformed") is None
+
+
+def test_a_validation_is_printed_with_its_interval():
+    console = RunConsole(stream := io.StringIO())
+    metrics = {"val/accuracy": 0.75, "val/accuracy_low": 0.625, "val/accuracy_high": 0.875, "val/malformed": 0.25}
+    console("validate_end", {"step": 7, "metrics": metrics})
+    assert "validation, step 7: accuracy 0.750 (95 % 0.625 to 0.875), malformed 0.250" in stream.getvalue()
 
 
 def test_step_line_names_what_a_person_wants_to_see():
