@@ -25,7 +25,11 @@ def _clean_batch(ids: torch.Tensor, block_size: int) -> PackedBatch:
         torch.zeros_like(position),
         position // block_size,
         torch.full_like(position, CLEAN),
-        *[nothing] * 5,
+        nothing,
+        nothing,
+        nothing,
+        nothing,
+        nothing,
     )
 
 

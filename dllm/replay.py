@@ -177,21 +177,21 @@ class PackedRest:
     @classmethod
     def collect(cls, slices: Sequence[tuple[int, int, int, Slice]]) -> PackedRest | None:
         """From (row, first column, index of the first target, slice) of every slice of a batch."""
-        chosen = [place for place in slices if place[-1].rest is not None]
+        chosen = [(*place, place[-1].rest) for place in slices if place[-1].rest is not None]
         if not chosen:
             return None
-        columns = [
-            (np.full(len(piece.rest.columns), row), begin + piece.rest.columns, np.full(len(piece.rest.columns), index))
-            for index, (row, begin, _, piece) in enumerate(chosen)
-        ]
-        kept = [
-            (first + np.arange(len(piece.columns)), np.full(len(piece.columns), index))
-            for index, (_, _, first, piece) in enumerate(chosen)
-        ]
+        rests = [rest for *_, rest in chosen if rest is not None]
+        sizes, kept = [len(rest.columns) for rest in rests], [len(piece.columns) for *_, piece, _ in chosen]
+        first = np.asarray([target for _, _, target, _, _ in chosen])
+        states = np.arange(len(chosen))
         return cls(
-            *(_int64(np.concatenate(parts)) for parts in (*zip(*columns, strict=True), *zip(*kept, strict=True))),
-            first=_int64(np.asarray([first for _, _, first, _ in chosen])),
-            threshold=torch.tensor([piece.rest.threshold for *_, piece in chosen], dtype=torch.float32),
+            row=_int64(np.repeat([row for row, *_ in chosen], sizes)),
+            column=_int64(np.concatenate([begin + r.columns for (_, begin, *_), r in zip(chosen, rests, strict=True)])),
+            choice=_int64(np.repeat(states, sizes)),
+            kept=_int64(np.concatenate([f + np.arange(k) for f, k in zip(first, kept, strict=True)])),
+            kept_choice=_int64(np.repeat(states, kept)),
+            first=_int64(first),
+            threshold=torch.tensor([rest.threshold for rest in rests], dtype=torch.float32),
         )
 
 
@@ -304,13 +304,17 @@ def pack(
             doc[row, cursor:end] = sample
             cursor = end
     joined = [np.concatenate(column) if targets else np.zeros(0, np.int64) for column in zip(*targets, strict=True)]
-    joined = joined or [np.zeros(0, np.int64)] * 5
+    target_row, target_column, token, owner_of, index = map(_int64, joined or [np.zeros(0, np.int64)] * 5)
     return PackedBatch(
         _int64(ids),
         _int64(position),
         _int64(doc),
         _int64(position // block_size),
         _int64(slice_id),
-        *(_int64(column) for column in joined),
-        rest=PackedRest.collect(places),
+        target_row,
+        target_column,
+        token,
+        owner_of,
+        index,
+        PackedRest.collect(places),
     )

@@ -117,9 +117,9 @@ def check_trainable(trace: RolloutTrace) -> None:
     """
     if trace.select_logprobs is not None and trace.selection is None:
         raise RolloutError(
-            "the decoder logs select_logprob, the log-prob of a random choice of positions, without a rule to recompute "
-            "it by; set selection = SelectionRule(threshold, tokens_per_step) on the decoder if it follows that rule, or "
-            "choose positions without randomness"
+            "the decoder logs select_logprob, the log-prob of a random choice of positions, without a rule to "
+            "recompute it by; set selection = SelectionRule(threshold, tokens_per_step) on the decoder if it follows "
+            "that rule, or choose positions without randomness"
         )
 
 

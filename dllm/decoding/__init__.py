@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from dllm.config import ConfigError
-from dllm.decoding.base import BlockBatch, Decoder, Reveal
+from dllm.decoding.base import BlockBatch, Decoder, Reveal, draw_at
+from dllm.decoding.confidence import failed_rows, masked_confidence
 from dllm.decoding.entropy_bound import EntropyBound
 from dllm.decoding.fast_dllm_v2 import FastDLLMv2
 from dllm.decoding.joint_threshold import JointThreshold
 from dllm.decoding.margin import Margin
 from dllm.decoding.sample_then_select import SampleThenSelect, SelectionRule
 from dllm.decoding.sampling import NO_TOP_K, SamplingBatch, SamplingParams
-from dllm.decoding.select_then_sample import LowConfidence, SelectThenSample
+from dllm.decoding.select_then_sample import LowConfidence, SelectThenSample, reveal
 from dllm.decoding.static_steps import StaticSteps
 
 DECODERS: Mapping[str, type] = {
@@ -41,7 +42,11 @@ __all__ = [
     "SamplingParams",
     "SelectionRule",
     "decoder_class",
+    "draw_at",
+    "failed_rows",
     "make_decoder",
+    "masked_confidence",
+    "reveal",
 ]
 
 

@@ -112,7 +112,8 @@ def draw_everywhere(blocks: BlockBatch, logits: Tensor, where: Tensor, mask_id: 
         _draw(blocks, logits, row[part], column[part], mask_id)
         for part in torch.arange(len(row), device=row.device).split(ROWS_PER_CHUNK)
     ]
-    return tuple(torch.cat(values) for values in zip(*parts, strict=True))
+    token, logp, raw = (torch.cat(values) for values in zip(*parts, strict=True))
+    return token, logp, raw
 
 
 def _draw(

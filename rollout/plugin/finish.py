@@ -97,8 +97,8 @@ def earliest_stop(req: Any, accepted: int) -> None:
 
 FAILURES = {
     "nan_logits": "the model produced NaN or infinite logits; check the weights and their dtype",
-    "unlogged_edit": "the decoder replaced a visible token, which no log would show; set edits = True on its class (and "
-    "leave the prompt's tokens alone)",
+    "unlogged_edit": "the decoder replaced a visible token, which no log would show; set edits = True on its class, "
+    "and leave the tokens of the prompt alone",
 }
 """What breaks a block."""
 

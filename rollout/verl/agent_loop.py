@@ -44,8 +44,8 @@ def replay_columns(line: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
     Returns:
         With R replay tokens, ``dllm_reveal_step`` int64 [R]; ``dllm_logprob`` float32 [R], of the tokens alone;
-        ``dllm_sampling`` float32 [4], temperature, top_p, top_k and min_p; ``dllm_selection`` float32 [2], the threshold
-        and the count of a random choice of positions, 0 without one; ``dllm_edits`` int64 [1 + 5 * E], how many edits
+        ``dllm_sampling`` float32 [4], temperature, top_p, top_k and min_p; ``dllm_selection`` float32 [2], threshold
+        and count of a random choice of positions, 0 without one; ``dllm_edits`` int64 [1 + 5 * E], how many edits
         and then their five numbers each (never empty: verl's containers have no use for empty rows).
     """
     tail, sampling = line["tail"], line["sampling_params"]

@@ -54,7 +54,8 @@ def join_parts(parts: list[TokenOutput], prompt_ids: list[int], stop_reason: str
     for name in ("edits", "select_logprob"):
         if any(name in line for line in lines):
             joined[name] = [value for line in lines for value in line.get(name, [])]
-    joined.update({"selection": line["selection"] for line in lines if "selection" in line})
+    if rules := [line["selection"] for line in lines if "selection" in line]:
+        joined["selection"] = rules[-1]
     first, last = parts[0].extra_fields, parts[-1].extra_fields
     return TokenOutput(
         token_ids=[token for part in parts for token in part.token_ids],

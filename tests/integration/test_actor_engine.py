@@ -41,6 +41,7 @@ def verl(tmp_path_factory) -> Iterator[SimpleNamespace]:
         from verl.workers.utils.padding import response_from_nested
 
         import trainers.engine
+        from rollout.verl import agent_loop
         from trainers import losses
 
         store = tmp_path_factory.mktemp("group") / "store"
@@ -55,6 +56,7 @@ def verl(tmp_path_factory) -> Iterator[SimpleNamespace]:
             response_from_nested=response_from_nested,
             tu=tensordict_utils,
             ours=trainers.engine,
+            agent_loop=agent_loop,
         )
         torch.distributed.destroy_process_group()
 
@@ -131,6 +133,12 @@ def nested(rows, dtype=torch.int64):
     return torch.nested.nested_tensor([torch.as_tensor(np.asarray(r), dtype=dtype) for r in rows], layout=torch.jagged)
 
 
+def replay_fields(verl, traces):
+    """What the agent loop adds to a batch."""
+    rows = [verl.agent_loop.replay_columns(t.to_line()) for t in traces]
+    return {name: nested([row[name] for row in rows], rows[0][name].dtype) for name in rows[0]}
+
+
 def make_batch(verl, traces, old=None, advantages=(1.0, -1.0, 0.5, -0.5), **more):
     """What verl's trainer hands to a worker, for two micro-batches of two samples."""
     fields = {
@@ -139,9 +147,7 @@ def make_batch(verl, traces, old=None, advantages=(1.0, -1.0, 0.5, -0.5), **more
         "input_ids": nested([[*t.prompt_ids, *t.replay_ids] for t in traces]),
         "response_mask": nested([[1] * len(t.replay_ids) for t in traces]),
         "loss_mask": nested([[1] * len(t.replay_ids) for t in traces]),
-        "dllm_reveal_step": nested([t.reveal_step for t in traces]),
-        "dllm_sampling": nested([[1, 1, -1, 0]] * len(traces), torch.float32),
-    }
+    } | replay_fields(verl, traces)
     if old is not None:
         fields["old_log_probs"] = nested(old, torch.float32)
         fields["advantages"] = nested(
@@ -374,3 +380,56 @@ def test_a_padding_row_changes_nothing(verl, engine, traces, name):
     _, _, wanted = backward(verl, actor_engine, expected, "dapo_constant")
     for key, grad in wanted.items():
         torch.testing.assert_close(got[key], grad, atol=1e-5, rtol=1e-3)
+
+
+DECODERS = {
+    "SampleThenSelect": {"threshold": 0.1},
+    "SampleThenSelect, several": {"threshold": 0.1, "tokens_per_step": 3},
+    "JointThreshold": {"threshold": 0.3, "edit_threshold": 0.15, "max_post_edit_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+class TestOtherDecoders:
+    """A random choice of positions and edits: the log of the rollout travels with the batch, and token sums are the
+    log-probs of trajectories."""
+
+    @pytest.fixture
+    def rollouts(self, model, mask_id, name) -> list[RolloutTrace]:
+        decoder = make_decoder(name.split(",")[0], mask_id, DECODERS[name])
+        prompts = [np.random.default_rng(n).integers(6, 60, n).tolist() for n in (11, 11, 16, 5)]
+        made = [decode(model, p, decoder, block_size=BLOCK, max_new_tokens=12, seed=i) for i, p in enumerate(prompts)]
+        if name == "JointThreshold":
+            assert sum(len(t.edits) for t in made) > 3
+        else:
+            assert min(float(t.select_logprob.min()) for t in made) < -1
+        return made
+
+    def test_log_probs_are_the_engines(self, verl, engine, rollouts):
+        made = log_probs(verl, engine(None), rollouts)
+        for trace, got in zip(rollouts, made["log_probs"], strict=True):
+            np.testing.assert_allclose(got.numpy(), trace.action_logprob, atol=3e-5)
+        assert made.keys() == {"log_probs", "entropy", "router_tie"}
+
+    def test_the_gradient_is_that_of_the_trajectory_log_prob(self, verl, engine, model, mask_id, rollouts):
+        actor_engine = engine(None)
+        old = [t.action_logprob for t in rollouts]
+        _, metrics, grads = backward(verl, actor_engine, make_batch(verl, rollouts, old), "dapo_constant")
+        assert metrics["actor/ppo_kl"].aggregate() == pytest.approx(0, abs=1e-4)
+        model.zero_grad()
+        for advantage, values in zip((1.0, -1.0, 0.5, -0.5), replay_logprobs(model, rollouts, mask_id), strict=True):
+            (-advantage * values.sum() / (4 * 16)).backward(retain_graph=True)
+        expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        assert grads.keys() == expected.keys()
+        for key, grad in expected.items():
+            torch.testing.assert_close(grads[key], grad, atol=1e-5, rtol=2e-3)
+
+    def test_step_ratios_and_sub_sampled_states(self, verl, engine, rollouts):
+        """The ratio of a step is that of its whole action; a kept state keeps its choice of positions."""
+        old = [t.action_logprob for t in rollouts]
+        for given, loss_mode in ((None, "step_ratio"), (KEEP, "dapo_constant")):
+            actor_engine = engine(given)
+            _, metrics, grads = backward(verl, actor_engine, make_batch(verl, rollouts, old), loss_mode)
+            assert metrics["actor/ppo_kl"].aggregate() == pytest.approx(0, abs=1e-4)
+            assert grads and all(g.isfinite().all() for g in grads.values())

@@ -15,11 +15,12 @@ import pytest
 from dllm.decoding import SamplingParams
 from dllm.trace import RolloutTrace
 from recipes import check_logprobs
-from rollout.records import RolloutSample
+from rollout.records import RolloutSample, read_traces
+from tests.examples import third_party_decoder
 from tests.integration.conftest import Request
 from tests.integration.decoders import NAMES, inner_decoder
 from tests.integration.oracle import TOLERANCE, Case, TinyModel, assert_same
-from tests.support import write_lines
+from tests.support import ROOT, run_module, write_lines
 
 LIMIT = 40
 SAMPLING = {"plain": SamplingParams(), "filtered": SamplingParams(0.8, 0.95, 60), "greedy": SamplingParams(0)}
@@ -170,3 +171,25 @@ def test_alone_or_together_and_again_from_the_cache(by_seed, cases, traces):
         again = as_logged(sample, cases[key])
         assert_same(again, traces[key])
         assert again.edits == traces[key].edits
+
+
+def test_the_decoder_of_the_documentation(heavy, tiny, tmp_path, capsys):
+    """docs/decoders.md as a reader runs it: saved as a module, named on the command line, its rollouts checked."""
+    heavy.close()
+    algorithm = third_party_decoder(tmp_path)
+    prompts = [{"input_ids": tiny.prompt(length)} for length in (1, 31, 40, 64)]
+    arguments = ("--prompts", write_lines(tmp_path / "prompts.jsonl", prompts), "--out", tmp_path / "rollouts.jsonl")
+    made = run_module(
+        "rollout.generate",
+        *("--model-path", tiny.path, *arguments, "--dllm-algorithm", algorithm, "--max-new-tokens", LIMIT),
+        *("--seed", 1, "--device", "cpu"),
+        PYTHONPATH=f"{ROOT}:{tmp_path}",
+        OMP_NUM_THREADS="1",
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    for trace in read_traces(tmp_path / "rollouts.jsonl"):
+        for index, steps in enumerate(trace.steps_per_block):
+            drawn = trace.reveal_step[trace.block_slice(index)]
+            assert drawn.tolist() == [i // 2 for i in range(len(drawn))] and steps == drawn[-1] + 1
+    code = check_logprobs.main(["--model-path", str(tiny.path), "--rollouts", str(tmp_path / "rollouts.jsonl")])
+    assert code == 0 and json.loads(capsys.readouterr().out)["max"] <= TOLERANCE

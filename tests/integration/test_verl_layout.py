@@ -6,6 +6,7 @@ Needs verl, but no engine and no Ray.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from dllm.config import ConfigError
-from dllm.decoding import SamplingParams
+from dllm.decoding import SamplingParams, SelectionRule
 from dllm.likelihood.exact import pack_traces, scatter_targets
+from dllm.trace import PER_TOKEN, RolloutTrace
 from tests.support import SMALL_MASK, hand_made_trace, random_prompt, verl_on_cpu
 
 
@@ -24,9 +26,11 @@ def plugin() -> Iterator[SimpleNamespace]:
     """Modules of the plugin, imported the way verl's workers do on a CPU host."""
     with verl_on_cpu():
         import trainers.engine
-        from rollout.verl import agent_loop, replica, server
+        from rollout.verl import agent_loop, client, replica, server
 
-        yield SimpleNamespace(engine=trainers.engine, agent_loop=agent_loop, replica=replica, server=server)
+        yield SimpleNamespace(
+            engine=trainers.engine, agent_loop=agent_loop, client=client, replica=replica, server=server
+        )
 
 
 def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -34,7 +38,7 @@ def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 @pytest.fixture
-def batch() -> tuple[dict[str, torch.Tensor], list]:
+def batch(plugin) -> tuple[dict[str, torch.Tensor], list]:
     """Two samples of block size 4, and between them a padding row with one response token beside a copied log."""
     traces = [
         hand_made_trace(
@@ -43,16 +47,16 @@ def batch() -> tuple[dict[str, torch.Tensor], list]:
         hand_made_trace(random_prompt(3, 2), random_prompt(5, 3), [0, 0, 0, 1, 1], 4),
     ]
     first, second = traces
+    first.selection = SelectionRule(0.75, 2)
+    second.edits = [(0, 1, 3, 30, int(second.replay_ids[0])), (1, 1, 5, 31, int(second.replay_ids[2]))]
     prompts = [first.prompt_ids, [7, 8], second.prompt_ids]
     responses = [first.replay_ids, [9], second.replay_ids]
-    sampling = [[0.5, 0.9, -1, 0], [0.5, 0.9, -1, 0], [1, 1, -1, 0]]
+    columns = [plugin.agent_loop.replay_columns(trace.to_line()) for trace in (first, first, second)]
     rows = {
         "prompts": nested(prompts),
         "responses": nested(responses),
         "input_ids": nested([[*p, *r] for p, r in zip(prompts, responses, strict=True)]),
-        "dllm_reveal_step": nested([first.reveal_step, first.reveal_step, second.reveal_step]),
-        "dllm_sampling": nested(sampling, torch.float32),
-    }
+    } | {name: nested([row[name] for row in columns], columns[0][name].dtype) for name in columns[0]}
     return rows, traces
 
 
@@ -69,6 +73,8 @@ def test_rows_become_traces_and_padding_none(plugin, batch):
             expected.sampling.top_k,
         )
         assert got.sampling.top_p == pytest.approx(expected.sampling.top_p)
+        assert np.array_equal(got.logprob, expected.logprob)
+        assert got.selection == expected.selection and got.edits == expected.edits
 
 
 def test_log_probs_are_shifted_left_by_one(plugin, batch):
@@ -127,6 +133,56 @@ def test_a_limit_without_room_for_a_block_is_refused(plugin):
         plugin.agent_loop.aligned_limit(33, 10, 32)
 
 
+def test_a_resumed_response_is_one_trajectory(plugin):
+    """Parts that end on a block: their edits and choices of positions are those of the whole."""
+    from verl.workers.rollout.replica import TokenOutput
+
+    prompt = random_prompt(6)
+    whole = hand_made_trace(
+        prompt,
+        random_prompt(10, 1),
+        [1, 0, 0, 2, 1, 0, 1, 0, 1, 0],
+        4,
+        select_logprobs=[[-1.0, -2.0], [-3.0, -4.0, 0.0], [-5.0, 0.0, 0.0]],
+        selection=SelectionRule(0.75, 1),
+        steps_per_block=[2, 3, 3],
+    )
+    whole.edits = [(2, 1, 8, 30, int(whole.replay_ids[2])), (3, 2, 13, 31, int(whole.replay_ids[7]))]
+    whole.validate()
+    cut = 6
+
+    def part(start: int, end: int, blocks: slice) -> TokenOutput:
+        columns = {name: getattr(whole, name)[start:end] for name in ("replay_ids", *PER_TOKEN)}
+        inside = range(6 + start, 6 + end)
+        trace = replace(
+            whole,
+            prompt_ids=np.asarray([*prompt, *whole.replay_ids[:start]], np.int32),
+            **columns,
+            visible=end - start,
+            steps_per_block=whole.steps_per_block[blocks],
+            weight_versions=whole.weight_versions[blocks],
+            select_logprobs=whole.select_logprobs[blocks],
+            edits=[edit for edit in whole.edits if edit[2] in inside],
+        )
+        trace.validate()
+        extra = {
+            "dllm": trace.to_line() | {"text": ""},
+            "global_steps": 0,
+            "min_global_steps": 0,
+            "max_global_steps": 0,
+        }
+        return TokenOutput(
+            token_ids=trace.replay_ids.tolist(), log_probs=trace.action_logprob.tolist(), extra_fields=extra
+        )
+
+    parts = [part(0, cut, slice(0, 2)), part(cut, 10, slice(2, 3))]
+    joined = plugin.client.join_parts(parts, prompt, "length")
+    trace = RolloutTrace.from_line(joined.extra_fields["dllm"])
+    assert trace.edits == whole.edits and trace.selection == whole.selection
+    assert trace.select_logprobs == whole.select_logprobs
+    np.testing.assert_allclose(joined.log_probs, whole.action_logprob)
+
+
 class TestRequests:
     def test_split(self, plugin):
         given = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "max_tokens": 30, "seed": 7, "logprobs": True}
@@ -160,6 +216,10 @@ class TestSettings:
         assert settings({}) == {"algorithm": "SelectThenSample", "options": {}}
         given = {"sglang_dllm": {"options": {"threshold": 0.5}}}
         assert settings(given) == {"algorithm": "SelectThenSample", "options": {"threshold": 0.5}}
+        joint = {"algorithm": "JointThreshold", "options": {"threshold": 0.6}}
+        assert settings({"sglang_dllm": joint})["options"] == {"threshold": 0.6, "edit_threshold": 0.9}
+        joint["options"]["edit_threshold"] = 0.95
+        assert settings({"sglang_dllm": joint})["options"]["edit_threshold"] == 0.95
         with pytest.raises(ConfigError, match=r"has no key 'treshold'; valid keys are \['algorithm', 'options'\]"):
             settings({"sglang_dllm": {"treshold": 0.5}})
 

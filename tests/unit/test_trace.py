@@ -61,7 +61,7 @@ def test_drawn_tokens_are_those_before_the_edits():
         ({"edits": [EDITS[1], (2, 3, 9, 13, 13)]}, r"edit \(2, 3, 9, 13, 13\): the token there was 13"),
         ({"edits": EDITS[:2]}, r"edits leave 31 at position 10, not 14"),
         ({"edits": [(2, 4, 8, 40, 41)]}, r"block 1: step 4 is not among its 4 steps"),
-        ({"edits": EDITS[:1] + [(2, 3, 10, 31, 14)], "steps_per_block": [2, 5, 4]}, r"\[0, 1, 2, 3\] are not 0..4"),
+        ({"edits": [*EDITS[:1], (2, 3, 10, 31, 14)], "steps_per_block": [2, 5, 4]}, r"\[0, 1, 2, 3\] are not 0..4"),
         ({"edits": [], "steps_per_block": [2, 4, 4]}, r"block 1: reveal steps \[0, 1, 2\] are not 0..3"),
     ],
 )

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dllm.config import ConfigError
 from dllm.decoding import Decoder, SamplingParams, make_decoder
 from dllm.trace import RolloutTrace
+from tests.examples import third_party_decoder
 from tests.unit.enumeration import (
     MASK,
     TOKENS,
@@ -170,7 +172,7 @@ def test_score_function_is_the_gradient(name):
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_token_sum_of_sample_then_select_is_no_log_prob(name):
-    """Without the choice of positions: probabilities add up to more than 1, the score has a mean, the gradient is off."""
+    """Without the choice of positions: the sum is more than 1, the score has a mean, the gradient is off."""
     gradients = Gradients(by_name(name), seed=2)
     with torch.no_grad():
         total = float(replayed(gradients.traces, gradients.table, tokens_only=True).exp().sum())
@@ -368,3 +370,30 @@ class TestPositions:
             block([(0, 1, MASK, MASK)], 2, PLAIN), self.table((MASK,) * 4)[None]
         )
         assert result.revealed[0].nonzero()[:, 0].tolist() == [2]
+
+
+@pytest.fixture
+def third_party(tmp_path, monkeypatch) -> str:
+    """Name of the decoder that docs/decoders.md shows."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return third_party_decoder(tmp_path)
+
+
+class TestTheDecoderOfTheDocumentation:
+    def test_it_is_short_and_complete(self, third_party, tmp_path):
+        assert len((tmp_path / "left_to_right.py").read_text().splitlines()) <= 30
+        decoder = make_decoder(third_party, MASK)
+        assert isinstance(decoder, Decoder) and decoder.max_steps(32) == 17
+        with pytest.raises(
+            ConfigError, match=r"'tokens' is not an option of left_.*; valid keys are \['tokens_per_step'\]"
+        ):
+            make_decoder(third_party, MASK, {"tokens": 2})
+        with pytest.raises(ConfigError, match="tokens_per_step=0 is not positive"):
+            make_decoder(third_party, MASK, {"tokens_per_step": 0})
+
+    def test_it_is_a_distribution(self, third_party):
+        decoder, table = make_decoder(third_party, MASK), table_of({}, SIZE, seed=1)
+        traces = trajectories(decoder, table, SIZE)
+        assert len(traces) == 27 and np.exp(logged(traces)).sum() == pytest.approx(1, abs=1e-5)
+        assert all(t.reveal_step.tolist() == [0, 0, 1] for t in traces)
+        np.testing.assert_allclose(replayed(traces, table).detach().numpy(), logged(traces), atol=2e-5)
