@@ -89,7 +89,7 @@ def plot_run(directory: Path) -> list[Path]:
 
 def plot_comparison(directories: Sequence[Path], path: Path) -> Path:
     """Held-out accuracy of several runs, and their training reward behind it, in one figure."""
-    figure, axes = _figure("Share of right answers", "held-out, greedy (thin: training, temperature 1)")
+    figure, axes = _figure("Held-out accuracy (greedy); thin: training reward", "share of right answers")
     for index, directory in enumerate(directories):
         records = list(read_metrics(directory))
         steps = [r for r in records if r["kind"] == "step"]
