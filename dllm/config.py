@@ -3,12 +3,16 @@
 Published checkpoints rarely name them (LLaDA2.0-mini's config.json has none of the three), so they are
 looked for in a fixed order, and where each was found is kept:
 
-    flag > config.json > generation_config.json > tokenizer > table of known architectures
+    flag > config.json > generation_config.json > tokenizer > published name > table of known architectures
+
+Stop ids are the exception: without a flag they are those of all three files together, because the engine stops at any
+of them. (SDAR's config.json names ``<|endoftext|>`` alone, its generation_config.json also the end of a chat turn.)
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,18 +25,27 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class KnownArchitecture:
-    """Defaults of a published model family, used when its files name nothing."""
+    """Defaults of a published model family, used when its files name nothing.
 
-    block_size: int
+    Attributes:
+        block_size: None where the family was published with several block sizes and no file says which.
+        names: pattern of the published names of such a family. Its group ``block`` is the block size, 4 without it.
+    """
+
+    block_size: int | None
     mask_id: int
     eos_ids: tuple[int, ...]
     source: str
+    names: re.Pattern[str] | None = None
 
+
+# JetLM publishes SDAR with blocks of 4 and, as SDAR-*-b8 to -b64, of 8 to 64; their config.json are equal.
+_SDAR_NAMES = re.compile(r"(?:^|--)(?:SDAR-(?:1\.7B|4B|8B|30B-A3B)-(?:Chat|Sci)(?:-b(?P<block>\d+))?|TraDo-[48]B-\w+)$")
 
 KNOWN_ARCHITECTURES: Mapping[str, KnownArchitecture] = {
     "LLaDA2MoeModelLM": KnownArchitecture(32, 156895, (156892,), "inclusionAI/LLaDA2.0-mini"),
-    "SDARForCausalLM": KnownArchitecture(4, 151669, (151643,), "JetLM/SDAR-8B-Chat"),
-    "SDARMoeForCausalLM": KnownArchitecture(4, 151669, (151643,), "JetLM/SDAR-30B-A3B-Chat"),
+    "SDARForCausalLM": KnownArchitecture(None, 151669, (151643,), "JetLM/SDAR-8B-Chat", _SDAR_NAMES),
+    "SDARMoeForCausalLM": KnownArchitecture(None, 151669, (151643,), "JetLM/SDAR-30B-A3B-Chat", _SDAR_NAMES),
 }
 
 # Names under which published configs spell each setting.
@@ -121,6 +134,14 @@ def _from_tokenizer(model_dir: str | Path, key: str) -> Iterator[tuple[int, str]
         yield token_id, f"tokenizer {key}"
 
 
+def _from_published_name(model_dir: str | Path, names: re.Pattern[str]) -> Iterator[tuple[int, str]]:
+    """Block size that the name of a directory says; a snapshot of the hub's cache has it two levels up."""
+    for part in reversed(Path(model_dir).absolute().parts[-3:]):
+        if match := names.search(part):
+            yield int(match["block"] or 4), f"published name {part}"
+            return
+
+
 def resolve(
     model_dir: str | Path,
     *,
@@ -142,15 +163,18 @@ def resolve(
     known = KNOWN_ARCHITECTURES.get(architecture)
     vocab_size = config.get("vocab_size")
 
-    def candidates(name: str, flag: Any, keys: tuple[str, ...], token_key: str | None) -> Iterator[tuple[Any, str]]:
-        if flag is not None:
-            yield flag, "flag"
+    def from_files(keys: tuple[str, ...], token_key: str | None) -> Iterator[tuple[Any, str]]:
         yield from _from_keys(config, keys, "config.json")
         yield from _from_keys(generation, keys, "generation_config.json")
         if token_key is not None:
             yield from _from_tokenizer(model_dir, token_key)
-        if known is not None:
-            value = getattr(known, name)
+
+    def from_table(name: str) -> Iterator[tuple[Any, str]]:
+        if known is None:
+            return
+        if name == "block_size" and known.names is not None:
+            yield from _from_published_name(model_dir, known.names)
+        if (value := getattr(known, name)) is not None:
             ids = value if isinstance(value, tuple) else (value,)
             if name == "block_size" or vocab_size is None or max(ids) < vocab_size:
                 yield value, f"known architecture {architecture}"
@@ -162,20 +186,27 @@ def resolve(
         ("mask_id", mask_id, _MASK_KEYS, "mask_token"),
         ("eos_ids", eos_ids, _EOS_KEYS, "eos_token"),
     ):
-        match = next(candidates(name, flag, keys, token_key), None)
-        if match is None:
+        given = [(flag, "flag")] if flag is not None else []
+        matches = [*given, *from_files(keys, token_key), *from_table(name)]
+        if not matches:
+            hint = ": the family was published with several block sizes" if known and known.names else ""
             raise ConfigError(
                 f"{name} of architecture {architecture!r} is not named by {model_dir} (config.json, "
                 f"generation_config.json, tokenizer), and none of the known architectures "
-                f"{sorted(KNOWN_ARCHITECTURES)} supplies one that fits; add {keys[0]!r} to config.json"
+                f"{sorted(KNOWN_ARCHITECTURES)} supplies one that fits{hint}; add {keys[0]!r} to config.json"
             )
-        found[name], sources[name] = match
-
-    eos = found["eos_ids"]
-    found["eos_ids"] = tuple(int(i) for i in eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+        found[name], sources[name] = matches[0]
+        if name == "eos_ids" and flag is None and (files := list(from_files(keys, token_key))):
+            found[name] = dict.fromkeys(token for value, _ in files for token in _ids(value))
+            sources[name] = ", ".join(source for _, source in files)
+    found["eos_ids"] = _ids(found["eos_ids"])
     result = BlockDiffusionConfig(architecture=architecture, sources=sources, **found)
     _check(result, vocab_size)
     return result
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    return (int(value),) if isinstance(value, int) else tuple(int(token) for token in value)
 
 
 def _check(config: BlockDiffusionConfig, vocab_size: int | None) -> None:

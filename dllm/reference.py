@@ -11,7 +11,7 @@ import torch
 from dllm.attention import dense_attention
 from dllm.decoding.base import BlockBatch, Decoder
 from dllm.decoding.sampling import SamplingBatch, SamplingParams, effective_sampling
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.replay import CLEAN, PackedBatch
 from dllm.trace import RolloutTrace
 
@@ -34,7 +34,7 @@ def _clean_batch(ids: torch.Tensor, block_size: int) -> PackedBatch:
 
 
 @torch.no_grad()
-def block_logits(model: LLaDA2MoeModelLM, ids: torch.Tensor, block_size: int) -> torch.Tensor:
+def block_logits(model: BlockDiffusionLM, ids: torch.Tensor, block_size: int) -> torch.Tensor:
     """Logits float32 [B, V] of the last block of ``ids`` (int64 [N], N a multiple of the block size).
 
     Block-causal attention: a token sees all earlier blocks and its own block in both directions.
@@ -49,7 +49,7 @@ def block_logits(model: LLaDA2MoeModelLM, ids: torch.Tensor, block_size: int) ->
 
 
 def decode(
-    model: LLaDA2MoeModelLM,
+    model: BlockDiffusionLM,
     prompt_ids: list[int],
     decoder: Decoder,
     *,

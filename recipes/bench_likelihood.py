@@ -33,8 +33,9 @@ from dllm.likelihood.enumeration import estimate, score_all_states
 from dllm.likelihood.exact import target_head
 from dllm.likelihood.states import content_generator, forward_tokens, pack_states, split
 from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
+from dllm.models.base import init_weights
 from dllm.models.checkpoint import load_model
-from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM, init_weights
+from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
 from dllm.reference import decode
 from dllm.replay import SampleSlices
 from dllm.trace import RolloutTrace

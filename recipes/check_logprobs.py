@@ -28,7 +28,7 @@ from dllm.likelihood.exact import (
     select_logprobs,
     target_head,
 )
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.models.checkpoint import load_model
 from dllm.trace import RolloutTrace, TraceError
 from rollout.records import read_traces
@@ -65,7 +65,7 @@ def _plain(hidden: Tensor, head: nn.Linear, token: Tensor, mask_id: int) -> tupl
 
 @torch.no_grad()
 def differences(
-    model: LLaDA2MoeModelLM, traces: Sequence[RolloutTrace], mask_id: int, device: str, batch: int = 16
+    model: BlockDiffusionLM, traces: Sequence[RolloutTrace], mask_id: int, device: str, batch: int = 16
 ) -> Differences:
     """Replay every state and compare.
 

@@ -12,8 +12,9 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from dllm.config import ConfigError
+from dllm.models.base import init_weights
 from dllm.models.checkpoint import save_checkpoint
-from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM, init_weights
+from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
 from recipes.tokenizer import save_tokenizer
 
 CONFIGURATION_MODULE = Path(__file__).with_name("configuration_llada2_moe.py")

@@ -53,9 +53,9 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from rollout.hf_config import register_llada2_config
+    from rollout.hf_config import register_configs
 
-    register_llada2_config()
+    register_configs()
     try:
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError) as error:

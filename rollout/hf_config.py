@@ -1,4 +1,4 @@
-"""LLaDA2's configuration class for transformers, so that a checkpoint loads without running its remote code.
+"""Configuration classes for transformers, so that a checkpoint loads without running its remote code.
 
 Imported only where transformers is loaded anyway.
 """
@@ -14,6 +14,19 @@ class LLaDA2MoeConfig(PretrainedConfig):
     model_type = "llada2_moe"
 
 
-def register_llada2_config() -> None:
-    """Make ``AutoConfig`` know ``model_type: llada2_moe``; harmless if it already does."""
-    AutoConfig.register("llada2_moe", LLaDA2MoeConfig, exist_ok=True)
+class SDARConfig(PretrainedConfig):
+    """Every key of config.json becomes an attribute."""
+
+    model_type = "sdar"
+
+
+class SDARMoeConfig(PretrainedConfig):
+    """Every key of config.json becomes an attribute."""
+
+    model_type = "sdar_moe"
+
+
+def register_configs() -> None:
+    """Make ``AutoConfig`` know the model types of ``dllm.models``; harmless if it already does."""
+    for cls in (LLaDA2MoeConfig, SDARConfig, SDARMoeConfig):
+        AutoConfig.register(cls.model_type, cls, exist_ok=True)

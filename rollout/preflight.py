@@ -16,6 +16,7 @@ import yaml
 
 from dllm.config import KNOWN_ARCHITECTURES, BlockDiffusionConfig, ConfigError, load_hf_config, resolve
 from dllm.decoding import DECODERS, check_options, decoder_class, make_decoder
+from dllm.models import MODELS
 
 FLAGS = (
     "model_path",
@@ -37,9 +38,6 @@ FLAGS = (
     "max_total_tokens",
 )
 """Names of SGLang's server arguments that the checks read or may set."""
-
-TRAINABLE_ARCHITECTURES = ("LLaDA2MoeModelLM",)
-"""Architectures with a trainer model in ``dllm.models``."""
 
 CPU_ATTENTION = "torch_native"
 CPU_MAX_RUNNING = 64
@@ -204,10 +202,9 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False) -> Report:
             f"dllm_algorithm={algorithm!r} logs no log-probs to train on; use one of {sorted(DECODERS)} or a decoder "
             "of your own as 'package.module:Class'"
         )
-    if training and architecture not in TRAINABLE_ARCHITECTURES:
+    if training and architecture not in MODELS:
         raise ConfigError(
-            f"architecture {architecture!r} of {flags['model_path']} cannot be trained; use one of "
-            f"{sorted(TRAINABLE_ARCHITECTURES)}"
+            f"architecture {architecture!r} of {flags['model_path']} cannot be trained; use one of {sorted(MODELS)}"
         )
     _check_parallelism(report, training)
     _fill_device(report, config)

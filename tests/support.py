@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from dllm.decoding import SamplingBatch, SamplingParams
-from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM, init_weights
+from dllm.models.base import init_weights
+from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
 from dllm.trace import RolloutTrace
 
 ROOT = Path(__file__).parent.parent

@@ -34,8 +34,8 @@ from dllm.likelihood.elbo import sandwich, upper_bounds
 from dllm.likelihood.exact import action_logprobs, router_tie_targets, target_head
 from dllm.likelihood.states import content_generator, pack_states, target_shares, token_sums
 from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
+from dllm.models.base import BlockDiffusionLM
 from dllm.models.checkpoint import load_model
-from dllm.models.llada2 import LLaDA2MoeModelLM, Router
 from dllm.trace import RolloutTrace
 from rollout.verl.server import decoder_settings
 from trainers.flips import MEASURE, logged_routing, recorded_routing, router_flips, schedule_probe, with_flips
@@ -56,7 +56,7 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
     The model is the published architecture; nothing of the remote code of a checkpoint runs.
     """
 
-    def _build_module(self) -> LLaDA2MoeModelLM:
+    def _build_module(self) -> BlockDiffusionLM:
         config = self.engine_config
         default = "bf16" if config.forward_only else "fp32"
         dtype = PrecisionType.to_dtype(config.model_dtype or default)
@@ -70,7 +70,7 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         module.checkpoint_layers = bool(self.model_config.enable_gradient_checkpointing)
         return module
 
-    def _build_fsdp_module(self, module: LLaDA2MoeModelLM) -> torch.nn.Module:
+    def _build_fsdp_module(self, module: BlockDiffusionLM) -> torch.nn.Module:
         """Shard with FSDP2: routers on their own in fp32, then layers, then the rest."""
         config = self.engine_config
         dtypes = config.mixed_precision or {}
@@ -87,12 +87,11 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         state = module.state_dict()
         shared = {"mesh": self.device_mesh, "offload_policy": offload or OffloadPolicy()}
         reshard = config.reshard_after_forward
-        # The engine keeps router weights in fp32 whatever its dtype; a bf16 router would choose other experts.
+        # What the engine keeps in fp32 whatever its dtype (LLaDA2's routers); in bf16 they would choose other experts.
         router = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduce, cast_forward_inputs=False)
         rest = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=True)
-        for part in module.modules():
-            if isinstance(part, Router):
-                fully_shard(part, mp_policy=router, reshard_after_forward=reshard, **shared)
+        for part in module.fp32_modules():
+            fully_shard(part, mp_policy=router, reshard_after_forward=reshard, **shared)
         for layer in module.model.layers:
             fully_shard(layer, mp_policy=rest, reshard_after_forward=reshard, **shared)
         # Embedding, norm and head stay gathered between forward and backward: the head is recomputed in chunks.

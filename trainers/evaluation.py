@@ -10,7 +10,7 @@ import numpy as np
 
 from dllm.config import BlockDiffusionConfig
 from dllm.decoding import SamplingParams, SelectThenSample
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.noise import sample_seed
 from trainers.generation import generate
 from trainers.scores import ScoreSummary, score_answer, summarise_scores
@@ -32,7 +32,7 @@ class Evaluation(ScoreSummary):
 
 
 def evaluate(
-    model: LLaDA2MoeModelLM,
+    model: BlockDiffusionLM,
     rows: Sequence[Mapping[str, Any]],
     prompts: Sequence[Sequence[int]],
     decode: Callable[[list[int]], str],

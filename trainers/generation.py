@@ -17,7 +17,7 @@ from dllm.attention import attention_for, pack_samples
 from dllm.config import ConfigError
 from dllm.decoding.base import BlockBatch, Decoder
 from dllm.decoding.sampling import SamplingBatch, SamplingParams
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.reference import visible_length
 from dllm.replay import SampleSlices, Slice
 from dllm.trace import PER_TOKEN, RolloutTrace
@@ -34,7 +34,7 @@ class _Request:
     visible: int | None = None
 
 
-def _logits(model: LLaDA2MoeModelLM, context: Tensor, blocks: Tensor) -> Tensor:
+def _logits(model: BlockDiffusionLM, context: Tensor, blocks: Tensor) -> Tensor:
     """Logits float32 [n, B, V] of blocks (int64 [n, B]) behind complete blocks (int64 [n, C])."""
     n, size = blocks.shape
     device, start, columns = blocks.device, context.shape[1], np.arange(size)
@@ -53,7 +53,7 @@ def _logits(model: LLaDA2MoeModelLM, context: Tensor, blocks: Tensor) -> Tensor:
 
 
 def _decode_blocks(
-    model: LLaDA2MoeModelLM, decoder: Decoder, context: Tensor, block: Tensor, sampling: SamplingBatch
+    model: BlockDiffusionLM, decoder: Decoder, context: Tensor, block: Tensor, sampling: SamplingBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Denoise n blocks to the end.
 
@@ -86,7 +86,7 @@ def _decode_blocks(
 
 @torch.no_grad()
 def generate(
-    model: LLaDA2MoeModelLM,
+    model: BlockDiffusionLM,
     prompts: Sequence[Sequence[int]],
     decoder: Decoder,
     *,

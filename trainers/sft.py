@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from dllm.attention import attention_for, pack_samples
 from dllm.config import BlockDiffusionConfig
-from dllm.models.llada2 import LLaDA2MoeModelLM, Router
+from dllm.models.base import BlockDiffusionLM
+from dllm.models.llada2 import SigmoidRouter
 from dllm.replay import PackedBatch, SampleSlices, Slice
 
 
@@ -121,7 +122,7 @@ def pack_examples(
     return batch, flat / len(examples)
 
 
-def sft_loss(model: LLaDA2MoeModelLM, batch: PackedBatch, weights: Tensor) -> Tensor:
+def sft_loss(model: BlockDiffusionLM, batch: PackedBatch, weights: Tensor) -> Tensor:
     """Weighted cross-entropy of the masked positions over the whole vocabulary, in fp32: a scalar.
 
     The mask token stays in the softmax here: training it away is what makes the decoder's confidence, which
@@ -168,13 +169,13 @@ class ExpertBalancer:
     otherwise (Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024, algorithm 1).
     """
 
-    def __init__(self, model: LLaDA2MoeModelLM, rate: float) -> None:
+    def __init__(self, model: BlockDiffusionLM, rate: float) -> None:
         self.rate = rate
-        self.loads: dict[Router, Tensor] = {}
-        routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.loads: dict[SigmoidRouter, Tensor] = {}
+        routers = [module for module in model.modules() if isinstance(module, SigmoidRouter)]
         self._handles = [router.register_forward_hook(self._count) for router in routers]
 
-    def _count(self, router: Router, _: tuple, output: tuple[Tensor, Tensor]) -> None:
+    def _count(self, router: SigmoidRouter, _: tuple, output: tuple[Tensor, Tensor]) -> None:
         if torch.is_grad_enabled():
             counts = torch.bincount(output[0].reshape(-1), minlength=len(router.expert_bias))
             self.loads[router] = self.loads.get(router, 0) + counts
@@ -212,7 +213,7 @@ def batches(examples: Sequence[Example], size: int, generator: np.random.Generat
 
 
 def train_steps(
-    model: LLaDA2MoeModelLM,
+    model: BlockDiffusionLM,
     examples: Sequence[Example],
     block_diffusion: BlockDiffusionConfig,
     settings: SFTSettings,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm.models.checkpoint import FP32_SUFFIXES, split_experts
-from dllm.models.llada2 import LLaDA2Config
+from dllm.models import BlockDiffusionLM, model_class
+from dllm.models.checkpoint import split_experts
 
 
 class LayoutError(ValueError):
@@ -33,23 +33,32 @@ class TensorSpec:
         return count * self.dtype.itemsize
 
 
-class LLaDA2Layout:
-    """Tensors of a LLaDA2 checkpoint in the published per-expert naming.
+class CheckpointLayout:
+    """Tensors of a checkpoint in the published naming, one per expert.
 
     Args:
-        config: sizes of the network.
-        dtype: dtype of the engine's weights; the router's weight and bias are always fp32, because a rounded
-            bias changes which experts are chosen (sglang PR 37133).
+        model: the network, on any device: its names and shapes count, not its weights.
+        dtype: dtype of the engine's weights; what the model's ``fp32_suffixes`` name is always fp32, because a rounded
+            router or bias changes which experts are chosen (sglang PR 37133).
     """
 
-    def __init__(self, config: LLaDA2Config, dtype: torch.dtype) -> None:
-        self.config, self.dtype = config, dtype
-        self.specs = {spec.name: spec for spec in _llada2_specs(config, dtype)}
+    def __init__(self, model: BlockDiffusionLM, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.specs: dict[str, TensorSpec] = {}
+        for name, tensor in split_experts(model.state_dict().items()):
+            wire = torch.float32 if name.endswith(model.fp32_suffixes) else dtype
+            self.specs[name] = TensorSpec(name, tuple(tensor.shape), wire)
 
     @classmethod
-    def from_config(cls, hf_config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> LLaDA2Layout:
-        """Layout of a published config.json."""
-        return cls(LLaDA2Config.from_hf(hf_config), dtype)
+    def from_config(cls, hf_config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> CheckpointLayout:
+        """Layout of a published config.json.
+
+        Raises:
+            ConfigError: its architecture is not one of ``dllm.models.MODELS``.
+        """
+        with torch.device("meta"):
+            model = model_class((hf_config.get("architectures") or ["unknown"])[0]).from_hf(hf_config)
+        return cls(model, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -75,36 +84,3 @@ class LLaDA2Layout:
                 f"{len(missing)} of {len(self.specs)} tensors are missing, e.g. {next(iter(missing))!r}; send buffers "
                 "(expert_bias) as well as parameters"
             )
-
-
-def _llada2_specs(c: LLaDA2Config, dtype: torch.dtype) -> Iterator[TensorSpec]:
-    hidden = c.hidden_size
-
-    def spec(name: str, *shape: int) -> TensorSpec:
-        return TensorSpec(name, shape, torch.float32 if name.endswith(FP32_SUFFIXES) else dtype)
-
-    def mlp(prefix: str, inner: int) -> Iterator[TensorSpec]:
-        yield spec(f"{prefix}.gate_proj.weight", inner, hidden)
-        yield spec(f"{prefix}.up_proj.weight", inner, hidden)
-        yield spec(f"{prefix}.down_proj.weight", hidden, inner)
-
-    yield spec("model.word_embeddings.weight", c.vocab_size, hidden)
-    yield spec("model.norm.weight", hidden)
-    yield spec("lm_head.weight", c.vocab_size, hidden)
-    for layer in range(c.num_hidden_layers):
-        p = f"model.layers.{layer}"
-        yield spec(f"{p}.input_layernorm.weight", hidden)
-        yield spec(f"{p}.post_attention_layernorm.weight", hidden)
-        heads = c.num_attention_heads + 2 * c.num_key_value_heads
-        yield spec(f"{p}.attention.query_key_value.weight", heads * c.head_dim, hidden)
-        yield spec(f"{p}.attention.dense.weight", hidden, c.num_attention_heads * c.head_dim)
-        yield spec(f"{p}.attention.query_layernorm.weight", c.head_dim)
-        yield spec(f"{p}.attention.key_layernorm.weight", c.head_dim)
-        if layer < c.first_k_dense_replace:
-            yield from mlp(f"{p}.mlp", c.intermediate_size)
-            continue
-        yield spec(f"{p}.mlp.gate.weight", c.num_experts, hidden)
-        yield spec(f"{p}.mlp.gate.expert_bias", c.num_experts)
-        for expert in range(c.num_experts):
-            yield from mlp(f"{p}.mlp.experts.{expert}", c.moe_intermediate_size)
-        yield from mlp(f"{p}.mlp.shared_experts", c.moe_intermediate_size * c.num_shared_experts)

@@ -82,6 +82,6 @@ def _load(model: Any, spec: BucketSpec, data: Tensor) -> LoaderStatus:
 
 def expected_names(model: Any) -> set[str]:
     """Checkpoint names of everything the engine's model holds."""
-    from weight_sync.layout import LLaDA2Layout
+    from weight_sync.layout import CheckpointLayout
 
-    return set(LLaDA2Layout.from_config(model.config.to_dict()).specs)
+    return set(CheckpointLayout.from_config(model.config.to_dict()).specs)

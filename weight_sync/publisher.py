@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weight_sync.buckets import fill_buckets
 from weight_sync.control import EngineControl
-from weight_sync.layout import LLaDA2Layout
+from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import BucketSpec, SyncReport
 from weight_sync.transports import Transport
 
@@ -29,7 +29,7 @@ class WeightPublisher:
 
     def __init__(
         self,
-        layout: LLaDA2Layout,
+        layout: CheckpointLayout,
         transport: Transport,
         engines: Sequence[EngineControl],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,

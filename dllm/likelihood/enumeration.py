@@ -13,7 +13,7 @@ from dllm.decoding.sampling import SamplingBatch, SamplingParams
 from dllm.likelihood.elbo import Elbo
 from dllm.likelihood.exact import target_head
 from dllm.likelihood.states import States, pack_states, split
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.trace import RolloutTrace
 
 Scores = dict[tuple[int, bytes], np.ndarray]
@@ -21,7 +21,7 @@ Scores = dict[tuple[int, bytes], np.ndarray]
 
 
 @torch.no_grad()
-def score_all_states(model: LLaDA2MoeModelLM, trace: RolloutTrace, mask_id: int, max_tokens: int = 2048) -> Scores:
+def score_all_states(model: BlockDiffusionLM, trace: RolloutTrace, mask_id: int, max_tokens: int = 2048) -> Scores:
     """Every state of every block of a response, in forward passes of at most ``max_tokens`` tokens.
 
     Raises:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dllm.attention import Attention, attention_for, pack_samples
 from dllm.decoding.sample_then_select import losing_logprob
 from dllm.decoding.sampling import SamplingBatch, SamplingParams, drawn_logprob, sampling_logprobs
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.replay import CLEAN, PackedBatch, build_slices
 from dllm.trace import RolloutTrace
 
@@ -82,7 +82,7 @@ def in_chunks(
 def target_head(
     batch: PackedBatch, sampling: SamplingBatch, mask_id: int, entropy: bool = False
 ) -> Callable[[Tensor, nn.Linear], TargetValues]:
-    """Head for ``LLaDA2MoeModelLM.forward`` that scores the targets of ``batch``, and its rest.
+    """Head for ``BlockDiffusionLM.forward`` that scores the targets of ``batch``, and its rest.
 
     Args:
         sampling: parameters of the samples (row i belongs to sample i).
@@ -147,7 +147,7 @@ def action_logprobs(batch: PackedBatch, values: TargetValues) -> Tensor:
 
 
 def replay_logprobs(
-    model: LLaDA2MoeModelLM,
+    model: BlockDiffusionLM,
     traces: Sequence[RolloutTrace],
     mask_id: int,
     *,
@@ -190,7 +190,7 @@ def router_tie_targets(batch: PackedBatch, gap: Tensor, threshold: float = 1e-5)
     blocks of its sample. So do the other positions of its slice, whose log-prob a first target may carry.
 
     Args:
-        gap: float [rows * L], smallest selection gap of each token (``LLaDA2MoeModelLM.router_gap``).
+        gap: float [rows * L], smallest selection gap of each token (``BlockDiffusionLM.router_gap``).
 
     Returns:
         bool [T].

@@ -1,4 +1,4 @@
-"""Load and save LLaDA2 checkpoints in Hugging Face layout.
+"""Load and save checkpoints in Hugging Face layout.
 
 Three published layouts of the experts are read: one tensor per expert (``experts.7.gate_proj.weight``), fused
 per projection (``experts.gate_proj`` [E, I, H]) and fused gate and up (``experts.gate_up_proj`` [E, 2I, H]).
@@ -19,9 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dllm.config import ConfigError, load_hf_config
-from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
+from dllm.models import BlockDiffusionLM, model_class
 
-FP32_SUFFIXES = ("mlp.gate.weight", "mlp.gate.expert_bias")
 _PER_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = re.compile(r"^(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj|gate_up_proj)(?:\.weight)?$")
 
@@ -42,7 +41,7 @@ def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def fuse_experts(named: Iterable[tuple[str, Tensor]], num_experts: int) -> dict[str, Tensor]:
-    """State dict with fused experts from any of the three layouts.
+    """State dict with fused experts from any of the three layouts; a model without experts passes through.
 
     Raises:
         ConfigError: experts of a layer are incomplete.
@@ -96,30 +95,28 @@ def split_experts(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
 
 def load_model(
     model_dir: str | Path, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
-) -> LLaDA2MoeModelLM:
-    """Load a LLaDA2 checkpoint.
+) -> BlockDiffusionLM:
+    """Load a checkpoint of one of ``dllm.models.MODELS``.
 
     Args:
-        dtype: dtype of the weights; None keeps the checkpoint's. Router weight and expert bias stay fp32.
+        dtype: dtype of the weights; None keeps the checkpoint's. What the model's ``fp32_suffixes`` name stays fp32.
 
     Raises:
-        ConfigError: the directory is not a LLaDA2 checkpoint, or tensors are missing or unexpected.
+        ConfigError: the directory is not such a checkpoint, or tensors are missing or unexpected.
     """
     hf_config = load_hf_config(model_dir)
     architecture = (hf_config.get("architectures") or ["unknown"])[0]
-    if architecture != "LLaDA2MoeModelLM":
-        raise ConfigError(f"architecture {architecture!r} of {model_dir} has no trainer model; use LLaDA2MoeModelLM")
-    config = LLaDA2Config.from_hf(hf_config)
+    cls = model_class(architecture, model_dir)
     with torch.device("meta"):
-        model = LLaDA2MoeModelLM(config)
-    state = fuse_experts(iterate_safetensors(model_dir), config.num_experts)
+        model = cls.from_hf(hf_config)
+    state = fuse_experts(iterate_safetensors(model_dir), int(hf_config.get("num_experts") or 0))
     expected = set(model.state_dict())
     if missing := sorted(expected - set(state)):
         raise ConfigError(f"{model_dir} lacks {len(missing)} tensors, e.g. {missing[0]}; the checkpoint is incomplete")
     if unexpected := sorted(set(state) - expected):
         raise ConfigError(f"{model_dir} has {len(unexpected)} unknown tensors, e.g. {unexpected[0]}")
     for name, tensor in state.items():
-        target = torch.float32 if name.endswith(FP32_SUFFIXES) else dtype or tensor.dtype
+        target = torch.float32 if name.endswith(cls.fp32_suffixes) else dtype or tensor.dtype
         state[name] = tensor.to(device=device, dtype=target)
     model.load_state_dict(state, assign=True)
     for parameter in model.parameters():
@@ -136,14 +133,16 @@ def save_checkpoint(
     """Write ``model.safetensors`` and ``config.json`` in the published per-expert layout.
 
     Args:
-        state: state dict of ``LLaDA2MoeModelLM``.
-        dtype: dtype to write; None keeps each tensor's. Router weight and expert bias are written in fp32.
+        state: state dict of the model.
+        hf_config: its ``architectures`` says which model this is.
+        dtype: dtype to write; None keeps each tensor's. What the model's ``fp32_suffixes`` name is written in fp32.
     """
+    fp32 = model_class((hf_config.get("architectures") or ["unknown"])[0]).fp32_suffixes
     root = Path(model_dir)
     root.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, tensor in split_experts(state.items()):
-        target = torch.float32 if name.endswith(FP32_SUFFIXES) else dtype or tensor.dtype
+        target = torch.float32 if name.endswith(fp32) else dtype or tensor.dtype
         tensors[name] = tensor.detach().to("cpu", target).contiguous().clone()
     save_file(tensors, str(root / "model.safetensors"), metadata={"format": "pt"})
     (root / "config.json").write_text(json.dumps(dict(hf_config), indent=2, sort_keys=True) + "\n")

@@ -9,9 +9,9 @@ per-expert tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from dllm.attention import Attention
 from dllm.config import ConfigError
-
-T = TypeVar("T")
+from dllm.models.base import BlockDiffusionLM, Router
+from dllm.models.layers import MLP, Experts, RMSNorm, rotate, selection_gap
 
 
 @dataclass(frozen=True)
@@ -87,34 +87,6 @@ class LLaDA2Config:
         return int(self.head_dim * self.partial_rotary_factor)
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in fp32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return (scaled * self.weight).to(x.dtype)
-
-
-def rotary_tables(position: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin float32 [..., dim / 2] of rotary embeddings at ``position``."""
-    frequency = theta ** (-torch.arange(0, dim, 2, device=position.device, dtype=torch.float32) / dim)
-    angle = position[..., None].float() * frequency
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the leading ``2 * cos.shape[-1]`` features (first half with second half), leave the rest."""
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    return torch.cat([turned.to(x.dtype), rest], -1)
-
-
 class SelfAttention(nn.Module):
     def __init__(self, config: LLaDA2Config) -> None:
         super().__init__()
@@ -140,20 +112,10 @@ class SelfAttention(nn.Module):
         return self.dense(out.transpose(1, 2).reshape(rows, length, -1))
 
 
-class MLP(nn.Module):
-    def __init__(self, hidden: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Router(nn.Module):
+class SigmoidRouter(Router):
     """Sigmoid scores; the choice is by score + bias, limited to the best groups; the weights are the scores."""
 
+    fp32 = True
     expert_bias: Tensor
 
     def __init__(self, config: LLaDA2Config) -> None:
@@ -161,8 +123,6 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
-        self.record_gap = False
-        self.gap: Tensor | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [n, H] -> expert ids int64 [n, k] and their weights float32 [n, k]."""
@@ -188,49 +148,11 @@ class Router(nn.Module):
         return experts, weights * c.routed_scaling_factor
 
 
-def selection_gap(scores: Tensor, k: int) -> Tensor:
-    """Distance between the last of the top k and the first behind it, +inf if nothing is behind it: [n]."""
-    if k >= scores.shape[-1]:
-        return torch.full(scores.shape[:1], torch.inf, device=scores.device)
-    best = scores.topk(k + 1, dim=-1).values
-    return best[:, k - 1] - best[:, k]
-
-
-class Experts(nn.Module):
-    """All experts of a layer, fused: gate_up_proj [E, 2I, H] (gate rows first), down_proj [E, H, I]."""
-
-    def __init__(self, config: LLaDA2Config) -> None:
-        super().__init__()
-        count, inner, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, hidden))
-        self.down_proj = nn.Parameter(torch.empty(count, hidden, inner))
-
-    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """x [n, H], expert ids [n, k], weights [n, k] -> [n, H]."""
-        tokens, k = experts.shape
-        order = experts.reshape(-1).argsort(stable=True)
-        counts = torch.bincount(experts.reshape(-1), minlength=len(self.down_proj))
-        sorted_x = x[order // k]
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            ends = counts.cumsum(0).to(torch.int32)
-            gate, up = torch._grouped_mm(sorted_x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, -1)
-            out = torch._grouped_mm(F.silu(gate) * up, self.down_proj.transpose(1, 2), offs=ends)
-        else:
-            pieces = []
-            for index, chunk in enumerate(sorted_x.split(counts.tolist())):
-                if len(chunk):
-                    gate, up = F.linear(chunk, self.gate_up_proj[index]).chunk(2, -1)
-                    pieces.append(F.linear(F.silu(gate) * up, self.down_proj[index]))
-            out = torch.cat(pieces)
-        unsorted = torch.empty_like(out).index_copy(0, order, out)
-        return (unsorted.view(tokens, k, -1).float() * weights[..., None]).sum(1).to(x.dtype)
-
-
 class MoE(nn.Module):
     def __init__(self, config: LLaDA2Config) -> None:
         super().__init__()
-        self.gate = Router(config)
-        self.experts = Experts(config)
+        self.gate = SigmoidRouter(config)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
         self.shared_experts = MLP(config.hidden_size, config.moe_intermediate_size * config.num_shared_experts)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -261,9 +183,11 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class LLaDA2MoeModelLM(nn.Module):
-    """The network; ``state_dict`` has Hugging Face names with fused experts."""
+class LLaDA2MoeModelLM(BlockDiffusionLM):
+    """LLaDA2.0, LLaDA2.0-CAP and LLaDA2.1, mini and flash: one architecture, other weights."""
 
+    fp32_suffixes = ("mlp.gate.weight", "mlp.gate.expert_bias")
+    embedding = "word_embeddings"
     layer_class = Layer
 
     def __init__(self, config: LLaDA2Config) -> None:
@@ -271,55 +195,7 @@ class LLaDA2MoeModelLM(nn.Module):
         self.shape = config
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.checkpoint_layers = False
 
-    def forward(
-        self, input_ids: Tensor, position: Tensor, attention: Attention, head: Callable[[Tensor, nn.Linear], T]
-    ) -> T:
-        """Run the network over packed states.
-
-        Args:
-            input_ids, position: int64 [rows, L].
-            attention: who sees whom (see ``dllm.attention``).
-            head: called as ``head(hidden [rows, L, H], lm_head)`` inside the forward pass, because under FSDP
-                the head's weights exist only there; its result is returned.
-        """
-        rotary = rotary_tables(position, self.shape.rotary_dim, self.shape.rope_theta)
-        x = self.model.word_embeddings(input_ids)
-        for layer in self.model.layers:
-            if self.checkpoint_layers and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(layer, x, rotary, attention, use_reentrant=False)
-            else:
-                x = layer(x, rotary, attention)
-        return head(self.model.norm(x), self.lm_head)
-
-    def record_router_gaps(self, record: bool) -> None:
-        """Keep the selection gaps of the next forward pass (see ``router_gap``)."""
-        for module in self.modules():
-            if isinstance(module, Router):
-                module.record_gap, module.gap = record, None
-
-    def router_gap(self) -> Tensor:
-        """Smallest gap over all layers of the last forward pass: float [rows * L].
-
-        A gap is the distance between the last expert (or group) chosen and the first one not chosen. Below
-        about 1e-5 two correct fp32 implementations may choose differently.
-        """
-        gaps = [m.gap for m in self.modules() if isinstance(m, Router) and m.gap is not None]
-        return torch.stack(gaps).amin(0)
-
-
-@torch.no_grad()
-def init_weights(model: LLaDA2MoeModelLM, seed: int, head_std: float | None = None) -> None:
-    """Draw fresh weights: 1 / sqrt(fan in) for matrices, 1 for norms, 0 for the expert bias."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in sorted(model.named_parameters()):
-        if parameter.dim() == 1:
-            parameter.fill_(1.0)
-            continue
-        std = parameter.shape[-1] ** -0.5
-        if name == "lm_head.weight" and head_std is not None:
-            std = head_std
-        if name.endswith("word_embeddings.weight"):
-            std = 1.0
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> LLaDA2MoeModelLM:
+        return cls(LLaDA2Config.from_hf(config))

@@ -53,8 +53,8 @@ def _before_server_args(server_args: Any) -> None:
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from rollout.hf_config import register_llada2_config
+    from rollout.hf_config import register_configs
 
-    register_llada2_config()
+    register_configs()
     HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", _dllm_config, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.__post_init__", _before_server_args, HookType.BEFORE)

@@ -32,9 +32,9 @@ def _register() -> None:
     base._ROLLOUT_REGISTRY[(NAME, "async")] = "rollout.verl.adapter.BlockDiffusionAdapter"
     RolloutReplicaRegistry.register(NAME, _load_replica)
 
-    from rollout.hf_config import register_llada2_config
+    from rollout.hf_config import register_configs
 
-    register_llada2_config()
+    register_configs()
 
 
 _register()

@@ -15,7 +15,7 @@ from verl.workers.rollout.base import BaseRollout
 from dllm.config import load_hf_config
 from rollout.preflight import checkpoint_dtype
 from weight_sync.control import EngineControl
-from weight_sync.layout import LLaDA2Layout
+from weight_sync.layout import CheckpointLayout
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports import Transport
 
@@ -42,7 +42,7 @@ class BlockDiffusionAdapter(BaseRollout):
             hf_config = load_hf_config(self.model_config.local_path)
             dtype = self.config.dtype if self.config.dtype != "auto" else checkpoint_dtype(hf_config)
             self._publisher = WeightPublisher(
-                LLaDA2Layout.from_config(hf_config, getattr(torch, dtype)),
+                CheckpointLayout.from_config(hf_config, getattr(torch, dtype)),
                 default_transport(),
                 [engine],
                 int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20,

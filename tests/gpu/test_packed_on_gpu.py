@@ -8,7 +8,8 @@ import torch
 from dllm.attention import FLEX_TILE, dense_attention, flex_attention
 from dllm.decoding import SamplingBatch, make_decoder
 from dllm.likelihood.exact import replay_logprobs, scatter_targets, target_head
-from dllm.models.llada2 import LLaDA2MoeModelLM, init_weights
+from dllm.models.base import init_weights
+from dllm.models.llada2 import LLaDA2MoeModelLM
 from dllm.reference import decode
 from dllm.replay import PackedBatch, build_slices, pack
 from tests.support import SMALL_MASK, random_prompt, small_config, small_model

@@ -23,7 +23,7 @@ from tests.integration.conftest import Request, Server
 from tests.integration.oracle import TOLERANCE, TinyModel, assert_same
 from tests.support import sampling_batch
 from weight_sync.control import EngineControl
-from weight_sync.layout import LayoutError, LLaDA2Layout
+from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.shm import SharedMemoryTransport
@@ -38,7 +38,7 @@ class Sync:
     def __init__(self, server: Server, tiny: TinyModel) -> None:
         self.server, self.original = server, tiny
         hf_config = json.loads((tiny.path / "config.json").read_text())
-        self.layout = LLaDA2Layout.from_config(hf_config, torch.float32)
+        self.layout = CheckpointLayout.from_config(hf_config, torch.float32)
         self.control = EngineControl(server.url)
         self.publisher = WeightPublisher(self.layout, SharedMemoryTransport(), [self.control], BUCKET)
 
@@ -113,7 +113,7 @@ def test_a_missing_tensor_is_an_error_on_both_sides(server, tiny, mask_likely, s
     with pytest.raises(LayoutError, match="expert_bias"):
         sync.publisher.publish(((n, t) for n, t in state.items() if not n.endswith("expert_bias")), "70")
 
-    class Careless(LLaDA2Layout):
+    class Careless(CheckpointLayout):
         def normalise(self, named):
             return ((n, t) for n, t in super().normalise(named) if n != "model.norm.weight")
 
@@ -132,7 +132,7 @@ def test_a_missing_tensor_is_an_error_on_both_sides(server, tiny, mask_likely, s
 def test_a_tensor_of_the_wrong_shape_is_refused_by_the_engine(server, tiny, sync):
     """The scheduler survives, says what was wrong, and takes the next update."""
 
-    class Wrong(LLaDA2Layout):
+    class Wrong(CheckpointLayout):
         def normalise(self, named):
             return ((n, t[:-1].contiguous() if n == "lm_head.weight" else t) for n, t in super().normalise(named))
 

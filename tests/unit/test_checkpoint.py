@@ -126,8 +126,8 @@ def test_no_weights_at_all(tmp_path):
 
 
 def test_another_architecture(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(hf_config() | {"architectures": ["SDARForCausalLM"]}))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config() | {"architectures": ["NewModel"]}))
     with pytest.raises(
-        ConfigError, match="architecture 'SDARForCausalLM' of .* has no trainer model; use LLaDA2MoeModelLM"
+        ConfigError, match=r"architecture 'NewModel' of .* has no trainer model; use one of \['LLaDA2MoeModelLM', "
     ):
         load_model(tmp_path)

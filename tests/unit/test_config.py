@@ -44,15 +44,23 @@ def checkpoint(path, config=None, generation=None, tokenizer=None, architecture=
             {"tokenizer": TOKENIZER, "generation": GENERATION},
             7,
             17,
-            (27, 28),
-            [f"generation_config.json {key}" for key in ("block_size", "mask_token_id", "eos_token_id")],
+            (27, 28, 29),
+            [
+                "generation_config.json block_size",
+                "generation_config.json mask_token_id",
+                "generation_config.json eos_token_id, tokenizer eos_token",
+            ],
         ),
         (
             {"tokenizer": TOKENIZER, "generation": GENERATION, "config": CONFIG},
             6,
             16,
-            (26,),
-            [f"config.json {key}" for key in ("block_size", "mask_token_id", "eos_token_id")],
+            (26, 27, 28, 29),
+            [
+                "config.json block_size",
+                "config.json mask_token_id",
+                "config.json eos_token_id, generation_config.json eos_token_id, tokenizer eos_token",
+            ],
         ),
     ],
     ids=["table", "tokenizer", "generation_config", "config"],
@@ -91,6 +99,39 @@ def test_published_llada2_mini(tmp_path):
     write_json(tmp_path / "config.json", config)
     found = resolve(tmp_path)
     assert (found.block_size, found.mask_id, found.eos_ids) == (32, 156895, (156892,))
+
+
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [
+        ("SDAR-8B-Chat", 4),
+        ("SDAR-1.7B-Chat-b64", 64),
+        ("SDAR-30B-A3B-Sci", 4),
+        ("SDAR-30B-A3B-Chat-b16", 16),
+        ("TraDo-8B-Instruct", 4),
+        ("models--JetLM--SDAR-4B-Chat-b32/snapshots/6d87c0c", 32),
+    ],
+)
+def test_published_sdar(tmp_path, name, block_size):
+    """config.json of every block size is the same: the name alone tells them apart."""
+    path = tmp_path / name
+    write_json(path / "config.json", json.loads((DATA / "sdar_8b_config.json").read_text()))
+    write_json(path / "generation_config.json", {"eos_token_id": [151645, 151643]})
+    found = resolve(path)
+    assert (found.block_size, found.mask_id, found.eos_ids) == (block_size, 151669, (151643, 151645))
+    assert found.sources["block_size"].startswith("published name ")
+
+
+@pytest.mark.parametrize("architecture", ["SDARForCausalLM", "SDARMoeForCausalLM"])
+def test_sdar_under_another_name_has_to_say_its_block_size(tmp_path, architecture):
+    """Stock SGLang takes 4 for it, which is wrong for most of the published checkpoints."""
+    path = checkpoint(tmp_path / "my-SDAR", {"eos_token_id": 151643}, architecture=architecture)
+    refused(
+        path,
+        f"block_size of architecture '{architecture}' is not named by .* several block sizes; add 'block_size' to",
+    )
+    assert resolve(path, block_size=8).block_size == 8
+    assert resolve(checkpoint(path, {"block_size": 16}, architecture=architecture)).block_size == 16
 
 
 def test_token_ids_are_read_from_tokenizer_json(tmp_path):

@@ -8,15 +8,9 @@ import pytest
 import torch
 
 from dllm.config import ConfigError
-from dllm.models.llada2 import (
-    LLaDA2Config,
-    LLaDA2MoeModelLM,
-    RMSNorm,
-    init_weights,
-    rotary_tables,
-    rotate,
-    selection_gap,
-)
+from dllm.models.base import init_weights
+from dllm.models.layers import RMSNorm, rotary_tables, rotate, selection_gap
+from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
 from dllm.reference import block_logits
 from tests.support import DATA, SMALL_VOCAB, random_prompt, small_config, small_model
 

@@ -58,7 +58,7 @@ class TestRefusals:
     def test_architecture_that_cannot_be_trained(self, model):
         path = model(architectures=["NewModel"], block_size=4, mask_token_id=5, eos_token_id=6)
         refused(
-            r"architecture 'NewModel' of .* cannot be trained; use one of \['LLaDA2MoeModelLM'\]",
+            r"architecture 'NewModel' of .* cannot be trained; use one of \['LLaDA2MoeModelLM', 'SDARForCausalLM', ",
             training=True,
             **flags(path),
         )

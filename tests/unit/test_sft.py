@@ -14,8 +14,9 @@ from dllm import reference
 from dllm.attention import dense_attention
 from dllm.config import BlockDiffusionConfig, ConfigError, resolve
 from dllm.decoding import SamplingParams, SelectThenSample
+from dllm.models.base import init_weights
 from dllm.models.checkpoint import load_model
-from dllm.models.llada2 import LLaDA2MoeModelLM, init_weights
+from dllm.models.llada2 import LLaDA2MoeModelLM
 from recipes.compose import CHECKPOINT_DIR
 from recipes.sft_llada2 import load_settings, main
 from tests.support import SMALL_EOS, SMALL_MASK, random_prompt, small_config, small_model

@@ -1,0 +1,134 @@
+"""What every model is to the trainer: a packed forward pass with a head callable, and the gaps of its routers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dllm.attention import Attention
+from dllm.models.layers import rotary_tables
+
+T = TypeVar("T")
+
+
+class Shape(Protocol):
+    """The sizes of a network, read from its config.json; what the common forward pass needs of them."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def rotary_dim(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+
+class Router(nn.Module):
+    """Chooses the experts of a token; a subclass has ``forward(x [n, H]) -> (ids [n, k], weights [n, k])``.
+
+    Attributes:
+        fp32: the engine computes it in fp32 whatever the dtype of the rest.
+        gap: float [n] of the last forward pass with ``record_gap`` on (see ``BlockDiffusionLM.router_gap``).
+    """
+
+    fp32: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_gap = False
+        self.gap: Tensor | None = None
+
+
+class BlockDiffusionLM(nn.Module):
+    """A network whose ``state_dict`` has Hugging Face names with fused experts.
+
+    A subclass sets ``shape``, ``model`` (with ``layers`` and ``norm``), ``lm_head`` and says what its embedding is
+    called. It also says how its config.json is read (``from_hf``) and which tensors the engine keeps in fp32 whatever
+    the dtype of the rest: the trainer must do the same, or the routers choose other experts.
+    """
+
+    fp32_suffixes: ClassVar[tuple[str, ...]] = ()
+    embedding: ClassVar[str]
+    layer_class: ClassVar[type[nn.Module]]
+    shape: Shape
+    model: Any
+    lm_head: nn.Linear
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoint_layers = False
+        self._tokens = 0
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> BlockDiffusionLM:
+        """Network of a published config.json, with weights that are not initialised.
+
+        Raises:
+            ConfigError: a needed key is missing, or a feature is asked for that this model does not have.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self, input_ids: Tensor, position: Tensor, attention: Attention, head: Callable[[Tensor, nn.Linear], T]
+    ) -> T:
+        """Run the network over packed states.
+
+        Args:
+            input_ids, position: int64 [rows, L].
+            attention: who sees whom (see ``dllm.attention``).
+            head: called as ``head(hidden [rows, L, H], lm_head)`` inside the forward pass, because under FSDP
+                the head's weights exist only there; its result is returned.
+        """
+        self._tokens = input_ids.numel()
+        rotary = rotary_tables(position, self.shape.rotary_dim, self.shape.rope_theta)
+        x = getattr(self.model, self.embedding)(input_ids)
+        for layer in self.model.layers:
+            if self.checkpoint_layers and torch.is_grad_enabled():
+                x = torch.utils.checkpoint.checkpoint(layer, x, rotary, attention, use_reentrant=False)
+            else:
+                x = layer(x, rotary, attention)
+        return head(self.model.norm(x), self.lm_head)
+
+    def routers(self) -> Iterator[Router]:
+        """Routers of the mixtures of experts; none in a dense model."""
+        return (module for module in self.modules() if isinstance(module, Router))
+
+    def fp32_modules(self) -> list[nn.Module]:
+        """Modules that compute in fp32 whatever the dtype of the rest."""
+        return [module for module in self.routers() if module.fp32]
+
+    def record_router_gaps(self, record: bool) -> None:
+        """Keep the selection gaps of the next forward pass (see ``router_gap``)."""
+        for router in self.routers():
+            router.record_gap, router.gap = record, None
+
+    def router_gap(self) -> Tensor:
+        """Smallest gap over all layers of the last forward pass: float [rows * L], +inf in a dense model.
+
+        A gap is the distance between the last expert (or group) chosen and the first one not chosen, as scores or
+        logits. Below about 1e-5 two correct fp32 implementations may choose differently.
+        """
+        gaps = [router.gap for router in self.routers() if router.gap is not None]
+        if not gaps:
+            return torch.full((self._tokens,), torch.inf, device=self.lm_head.weight.device)
+        return torch.stack(gaps).amin(0)
+
+
+@torch.no_grad()
+def init_weights(model: BlockDiffusionLM, seed: int, head_std: float | None = None) -> None:
+    """Draw fresh weights: 1 / sqrt(fan in) for matrices, 1 for norms and for the embedding."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+            continue
+        std = parameter.shape[-1] ** -0.5
+        if name == "lm_head.weight" and head_std is not None:
+            std = head_std
+        if name == f"model.{model.embedding}.weight":
+            std = 1.0
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
