@@ -116,7 +116,7 @@ class TestCheck:
     @pytest.fixture
     def lines(self, traces):
         """Few lines, because every test replays them."""
-        keys = (("SampleThenSelect", 33, "filtered"), ("JointThreshold", 47, "plain"), ("Margin", 38, "plain"))
+        keys = (("SampleThenSelect", 33, "filtered"), ("JointThreshold", 47, "plain"), ("Margin", 20, "plain"))
         return [json.loads(json.dumps(traces[key].to_line())) for key in keys]
 
     def run(self, tiny, tmp_path, capsys, lines, *more) -> tuple[int, dict]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.support import hand_made_trace
 from tests.support import rollout_line as line
 from trainers.metrics import (
     difference_summary,
@@ -29,6 +30,14 @@ def test_differences_cover_drawn_tokens_of_the_tail_too():
     diffs, ties = logprob_differences([first, second])
     assert diffs.tolist() == [0, 0.5, 0, 0.25, 0, 0.125, 0]
     assert ties.tolist() == [False, True, False, False, False, False, False]
+
+
+def test_a_random_choice_of_positions_is_compared_with_the_first_token_of_its_step():
+    """The trainer's log-prob of that token has the step's choice of positions in it."""
+    trace = hand_made_trace([5], [10, 11, 12], [1, 0, 1], 4, select_logprobs=[[-2.0, -3.0]])
+    made = trace.to_line() | {"trainer_logprob": [-4.0, -3.5, -1.0], "router_tie": [False] * 3}
+    diffs, _ = logprob_differences([made])
+    assert diffs == pytest.approx([0, 0.5, 0])
 
 
 def test_values_of_another_likelihood_are_not_compared():
