@@ -54,12 +54,15 @@ def step_line(step: int, total: int, metrics: dict[str, Any]) -> str:
     """One line for one step."""
     get = lambda key: metrics.get(key, float("nan"))
     seconds = " ".join(f"{name} {get(key):.1f}" for name, key in _TIMINGS.items())
-    return (
-        f"step {step:>3}/{total}  reward {get('critic/rewards/mean'):.3f}  acc {get('rollout/acc'):.3f}  "
-        f"tokens/forward {get('dllm/tokens_per_forward'):.2f}  "
-        f"|dlogp| p99.9 {get('rollout_corr/logprob_abs_diff/p999'):.1e}  "
-        f"step {get('timing_s/step'):.1f} s ({seconds})"
-    )
+    parts = [
+        f"step {step:>3}/{total}",
+        f"reward {get('critic/rewards/mean'):.3f}",
+        f"acc {get('rollout/acc'):.3f}",
+        f"tokens/forward {get('dllm/tokens_per_forward'):.2f}",
+    ]
+    if (difference := "rollout_corr/logprob_abs_diff/p999") in metrics:  # a likelihood on the engine's scale
+        parts.append(f"|dlogp| p99.9 {metrics[difference]:.1e}")
+    return "  ".join([*parts, f"step {get('timing_s/step'):.1f} s ({seconds})"])
 
 
 def validation_accuracy(metrics: dict[str, Any], name: str = "accuracy") -> float | None:

@@ -86,9 +86,14 @@ def execute(run: ResolvedRun) -> dict[str, Any]:
 def print_summary(directory: Path, summary: dict) -> None:
     before, after = summary["val_accuracy_before"], summary["val_accuracy_after"]
     speed = summary["host"]["fp32_gflops_per_core"]
+    held_out = (
+        "no validation"
+        if before is None
+        else f"held-out accuracy {before:.3f} -> {after:.3f} ({summary['val_prompts']} prompts)"
+    )
     print(
-        f"\nheld-out accuracy {before:.3f} -> {after:.3f} ({summary['val_prompts']} prompts), {summary['steps']} steps "
-        f"in {summary['wall_s']:.0f} s on {summary['device']} ({speed} GFLOP/s a core)"
+        f"\n{held_out}, {summary['steps']} steps in {summary['wall_s']:.0f} s on {summary['device']} "
+        f"({speed} GFLOP/s a core)"
     )
     if "logprob_abs_diff_p999" in summary:
         print(

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from recipes import plot
+from recipes import grpo_llada2, plot
 from recipes.console import RunConsole, step_line, validation_accuracy
 from recipes.host import choose_hardware, host_report, package_versions
 from recipes.records import RunRecorder, read_metrics, read_rollouts
@@ -155,3 +155,16 @@ def test_host():
     report = host_report()
     assert report["cores"] >= 1 and report["fp32_gflops_per_core"] > 0.1
     assert set(package_versions()) >= {"torch", "sglang", "verl", "transformers"}
+
+
+def test_a_step_line_says_what_was_measured():
+    metrics = {"critic/rewards/mean": 0.5, "timing_s/step": 3.0}
+    assert "|dlogp|" not in step_line(3, 14, metrics)
+    line = step_line(3, 14, {**metrics, "rollout_corr/logprob_abs_diff/p999": 1e-5})
+    assert line.startswith("step   3/14  reward 0.500") and "|dlogp| p99.9 1.0e-05  step 3.0 s" in line
+
+
+def test_the_summary_of_a_run_without_validation(tmp_path, capsys):
+    summary = {"val_accuracy_before": None, "val_accuracy_after": None, "val_prompts": 8, "steps": 2, "wall_s": 9.0}
+    grpo_llada2.print_summary(tmp_path, summary | {"device": "cpu", "host": {"fp32_gflops_per_core": 30.0}})
+    assert "no validation, 2 steps in 9 s on cpu" in capsys.readouterr().out
