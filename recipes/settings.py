@@ -19,7 +19,7 @@ class DllmSettings:
     algorithm: str = "SelectThenSample"
     """Decoder: a name of ``dllm.decoding.DECODERS`` or ``package.module:Class``."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the decoder, e.g. ``{threshold: 0.95}``."""
+    """Options of the decoder, e.g. ``{threshold: 0.95}``; one that is null is the decoder's own."""
     likelihood: str = "exact"
     """Likelihood used in training: a name of ``dllm.likelihood.LIKELIHOODS``."""
     likelihood_options: dict[str, Any] = field(default_factory=dict)
@@ -30,6 +30,8 @@ class DllmSettings:
     """Measure schedule and router flips at every so many steps, the first included; 0 never does."""
     measure_states: int = 64
     """Schedule flips: at most so many states of a micro-batch; each costs the LM head of one block."""
+    measure_routing: int = 0
+    """Router flips: the engine records the experts of one of so many responses; 0 of none."""
 
 
 @dataclass
@@ -63,8 +65,9 @@ def typed(config: DictConfig) -> tuple[DllmSettings, RecipeSettings]:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{name}.{getattr(error, 'full_key', '') or '?'}: {reason}") from error
     dllm, recipe = groups
+    dllm.options = {key: value for key, value in dllm.options.items() if value is not None}
     make_likelihood(dllm.likelihood, dllm.likelihood_options)
-    for key in ("measure_every", "measure_states"):
+    for key in ("measure_every", "measure_states", "measure_routing"):
         if getattr(dllm, key) < 0:
             raise ConfigError(f"dllm.{key}={getattr(dllm, key)} is negative; use 0 to measure no flips")
     return dllm, recipe

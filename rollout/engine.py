@@ -36,6 +36,7 @@ class GenerateParams:
         ignore_eos: do not stop at stop ids.
         stop: stop strings.
         stop_token_ids: further stop ids.
+        routing: log the experts of every token; the engine must run with ``enable_return_routed_experts``.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -43,6 +44,7 @@ class GenerateParams:
     ignore_eos: bool = False
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
+    routing: bool = False
 
     def to_sglang(self, seed: int | None) -> dict[str, Any]:
         params: dict[str, Any] = {
@@ -197,7 +199,9 @@ class Engine:
 
         async def run(prompt: int, sample: int, seed: int | None) -> None:
             response = await self.sglang.async_generate(
-                input_ids=list(prompts[prompt]), sampling_params=params.to_sglang(seed)
+                input_ids=list(prompts[prompt]),
+                sampling_params=params.to_sglang(seed),
+                return_routed_experts=params.routing,
             )
             made = sample_from_response(
                 response,

@@ -30,6 +30,8 @@ class RolloutSample:
         finish_reason: "stop", "length" or "abort".
         max_new_tokens: limit the request asked for.
         seed: seed of its noise, None if the engine chose it.
+        routing: int64 [R, routers], which experts each router chose for a token at its reveal, a set of them as one
+            number (``dllm.routing``); None unless the request asked for it.
     """
 
     trace: RolloutTrace
@@ -37,6 +39,7 @@ class RolloutSample:
     finish_reason: str
     max_new_tokens: int
     seed: int | None = None
+    routing: np.ndarray | None = None
 
     @property
     def weight_version(self) -> str:
@@ -50,6 +53,8 @@ class RolloutSample:
         line["finish_reason"] = self.finish_reason
         line["weight_version"] = self.weight_version
         line["sampling_params"] |= {"max_new_tokens": self.max_new_tokens, "seed": self.seed}
+        if self.routing is not None:
+            line["routing"] = self.routing.tolist()
         return line
 
 
@@ -106,7 +111,15 @@ def sample_from_response(
     )
     if reason["type"] != "abort":
         trace.validate()
-    return RolloutSample(trace, response.get("text") or "", reason["type"], max_new_tokens, seed)
+    routing = [row for block in blocks for row in block.get("routing", ())]
+    return RolloutSample(
+        trace,
+        response.get("text") or "",
+        reason["type"],
+        max_new_tokens,
+        seed,
+        np.asarray(routing, dtype=np.int64) if routing else None,
+    )
 
 
 def check_trainable(trace: RolloutTrace) -> None:

@@ -16,7 +16,9 @@ import numpy as np
 import torch
 
 from dllm.decoding import SamplingBatch, SamplingParams
+from dllm.models import MODELS, BlockDiffusionLM
 from dllm.models.base import init_weights
+from dllm.models.checkpoint import save_checkpoint
 from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
 from dllm.trace import RolloutTrace
 
@@ -211,3 +213,48 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def sdar_hf_config(moe: bool, **changes: Any) -> dict[str, Any]:
+    """config.json of a tiny SDAR with every key that the published ones have and stock SGLang reads."""
+    kind = "SDARMoe" if moe else "SDAR"
+    config = json.loads((DATA / ("sdar_30b_a3b_config.json" if moe else "sdar_8b_config.json")).read_text())
+    sizes: dict[str, Any] = dict(
+        architectures=[f"{kind}ForCausalLM"],
+        block_size=4,
+        dtype="float32",
+        torch_dtype="float32",
+        head_dim=32,
+        hidden_size=64,
+        intermediate_size=128,
+        max_position_embeddings=2048,
+        num_attention_heads=4,
+        num_hidden_layers=3,
+        num_key_value_heads=2,
+    )
+    if moe:
+        sizes |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    return {key: value for key, value in (config | sizes | changes).items() if key != "auto_map"}
+
+
+def small_sdar(moe: bool, seed: int = 0, **changes: Any) -> BlockDiffusionLM:
+    """A random SDAR of ``sdar_hf_config``."""
+    config = sdar_hf_config(moe, vocab_size=SMALL_VOCAB, **changes)
+    model = MODELS[config["architectures"][0]].from_hf(config)
+    init_weights(model, seed)
+    return model.eval()
+
+
+def write_tiny_sdar(path: Path, moe: bool, seed: int = 0) -> BlockDiffusionLM:
+    """A complete checkpoint directory of a random tiny SDAR with tokenizer; returns its model."""
+    from recipes.tokenizer import build_tokenizer, save_tokenizer
+
+    tokenizer = build_tokenizer(["State the final answer to the following arithmetic problem: 26 + 53 ="])
+    ids = {"vocab_size": len(tokenizer), "mask_token_id": tokenizer.mask_token_id}
+    ids |= {f"{name}_token_id": tokenizer.eos_token_id for name in ("bos", "eos", "pad")}
+    config = sdar_hf_config(moe, **ids)
+    model = MODELS[config["architectures"][0]].from_hf(config)
+    init_weights(model, seed)
+    save_checkpoint(path, model.state_dict(), config)
+    save_tokenizer(tokenizer, path)
+    return model.eval()

@@ -144,11 +144,11 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
             if forward_only:
                 ties = router_tie_targets(batch, self.module.router_gap())
                 model_output["router_tie"] = jagged(share * ties)
+                self.module.record_router_gaps(False)
             if measure:
                 flipped = probe.per_target(flips, len(share)) if probe else torch.zeros_like(share)
                 model_output["schedule_flip"] = jagged(share * flipped)
                 model_output["router_flip"] = jagged(share * router_flips(batch, hashes, routing))
-                self.module.record_router_gaps(False)
             if kept is not None:
                 model_output["log_probs"] = reweighted(model_output["log_probs"], kept, rows, micro_batch)
             if loss_function is None:
@@ -172,6 +172,7 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         """Likelihood of ``override_config.dllm``, exact without one."""
         given = (self.model_config.override_config or {}).get("dllm") or {}
         return make_likelihood(given.get("likelihood", "exact"), given.get("likelihood_options"))
+
     @property
     def decoder(self) -> Decoder | None:
         """Decoder of ``override_config.dllm`` with its options; None if it is not told."""
@@ -180,7 +181,6 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
             return None
         settings = decoder_settings({"sglang_dllm": {k: given[k] for k in ("algorithm", "options") if k in given}})
         return make_decoder(settings["algorithm"], self._mask_id, settings["options"])
-
 
     @property
     def _mask_id(self) -> int:

@@ -12,8 +12,9 @@ import torch
 from dllm.config import ConfigError
 from dllm.decoding import BlockBatch, SamplingBatch, SamplingParams, decoder_class, make_decoder
 from dllm.noise import sample_seed
-from rollout.plugin import version
+from rollout.plugin import routing, version
 from rollout.plugin.blocklog import BlockLog, BlockRecord
+from rollout.plugin.routing import RoutingLog
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ def make_algorithm_class() -> type:
             self.selection = None if rule is None else asdict(rule)
             self.seeds = SeedSource(config.random_seed)
             self.log: BlockLog | None = None
+            self.routing: RoutingLog | None = None
             self.requests: list[Any] = []
             self.states: list[BlockState] = []
             self._sampling_key: tuple | None = None
@@ -86,6 +88,8 @@ def make_algorithm_class() -> type:
             if self.log is None:
                 slots = model_runner.req_to_token_pool.req_to_token.shape[0]
                 self.log = BlockLog(slots, self.block_size, forward_batch.input_ids.device)
+                capturer = routing.current()
+                self.routing = RoutingLog(capturer, slots, self.block_size) if capturer is not None else None
             self.states = []
             return super().run(model_runner, forward_batch, algo_states)
 
@@ -119,6 +123,8 @@ def make_algorithm_class() -> type:
             )
             result = self.decoder.step(blocks, full_logits.view(rows, size, -1))
             log.add(slot, result)
+            if self.routing is not None:
+                self.routing.add(slot, result.revealed)
             changed = (blocks.ids != result.ids) & (blocks.ids != self.mask_id)
             misused = changed & blocks.given if self.edits else changed
             flags = torch.stack([result.done, result.failed, misused.any(1), changed.any(1)])
@@ -163,6 +169,15 @@ def make_algorithm_class() -> type:
                 record.failure, record.selection = failed[i], self.selection
                 record.select_logprob, record.edits = states[i].select_logprob, states[i].edits
                 states[i].record = record
+            if self.routing is not None:
+                self._note_routing(states, slot, [i for i in index if self.requests[i].return_routed_experts])
+
+        def _note_routing(self, states: list[BlockState], slot: torch.Tensor, wanted: list[int]) -> None:
+            """Experts of the requests that asked for them, beside the other records."""
+            if wanted:
+                tables = self.routing.collect(slot[torch.tensor(wanted, device=slot.device)])
+                for i, table in zip(wanted, tables, strict=True):
+                    states[i].record.routing = table
 
     return DecoderAlgorithm
 

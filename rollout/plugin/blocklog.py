@@ -24,6 +24,7 @@ class BlockRecord:
         select_logprob: one number per step, where the choice of positions was random.
         selection: the decoder's ``SelectionRule`` as a dictionary, if it has one.
         edits: (step, column, old id, new id).
+        routing: int64 [B, routers], experts at the reveal (``rollout.plugin.routing``); None unless asked for.
     """
 
     given: int
@@ -37,6 +38,7 @@ class BlockRecord:
     select_logprob: list[float] = field(default_factory=list)
     selection: dict[str, float] | None = None
     edits: list[tuple[int, int, int, int]] = field(default_factory=list)
+    routing: np.ndarray | None = None
 
 
 class BlockLog:

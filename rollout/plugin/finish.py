@@ -38,6 +38,8 @@ def _append_log(req: Any, record: BlockRecord, accepted: int) -> None:
             summary["selection"] = record.selection
     if record.edits:
         summary["edits"] = record.edits
+    if record.routing is not None:
+        summary["routing"] = _as_list(record, "routing")
     info[BLOCK_KEY].extend([None] * (accepted - 1) + [summary])
 
 

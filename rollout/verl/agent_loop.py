@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import ray
 import torch
 import transfer_queue as tq
@@ -46,10 +47,13 @@ def replay_columns(line: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         With R replay tokens, ``dllm_reveal_step`` int64 [R]; ``dllm_logprob`` float32 [R], of the tokens alone;
         ``dllm_sampling`` float32 [4], temperature, top_p, top_k and min_p; ``dllm_selection`` float32 [2], threshold
         and count of a random choice of positions, 0 without one; ``dllm_edits`` int64 [1 + 5 * E], how many edits
-        and then their five numbers each (never empty: verl's containers have no use for empty rows).
+        and then their five numbers each (never empty: verl's containers have no use for empty rows); ``dllm_routing``
+        int64 [1 + R * routers], the number of routers and then the experts of every token, [0] if they were not asked
+        for.
     """
     tail, sampling = line["tail"], line["sampling_params"]
     rule, edits = line.get("selection") or {}, line.get("edits") or []
+    routing = np.asarray(line.get("routing") or np.zeros((0, 0)), dtype=np.int64)
     joined = {name: list(line[name]) + list(tail[name]) for name in ("reveal_step", "logprob")}
     return {
         "dllm_reveal_step": torch.tensor(joined["reveal_step"], dtype=torch.int64),
@@ -59,6 +63,7 @@ def replay_columns(line: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         ),
         "dllm_selection": torch.tensor([float(rule.get(k, 0)) for k in ("threshold", "tokens_per_step")]),
         "dllm_edits": torch.tensor([len(edits), *(number for edit in edits for number in edit)], dtype=torch.int64),
+        "dllm_routing": torch.from_numpy(np.concatenate([[routing.shape[1]], routing.ravel()])),
     }
 
 

@@ -14,11 +14,13 @@ from rollout.engine import write_algorithm_config
 from rollout.records import check_trainable, sample_from_response
 from weight_sync.control import LOADER
 
-NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}}
+NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0}
 
 
 def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
     """``rollout.engine_kwargs.sglang_dllm`` with defaults, and those that the decoder has for RL (``rl_options``).
+
+    An option of null is one that was not set.
 
     Raises:
         ConfigError: an unknown key.
@@ -32,7 +34,8 @@ def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
     settings = NO_SETTINGS | given
     ours = preflight.is_ours(settings["algorithm"])
     preset = getattr(decoder_class(settings["algorithm"]), "rl_options", {}) if ours else {}
-    return settings | {"options": {**preset, **(settings["options"] or {})}}
+    chosen = {key: value for key, value in (settings["options"] or {}).items() if value is not None}
+    return settings | {"options": {**preset, **chosen}}
 
 
 def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[str, Any]:
@@ -64,6 +67,8 @@ def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[
     # verl passes these itself, from its own keys.
     for name in ("model_path", "tp_size", "pp_size", "enable_lora", "disaggregation_mode", "quantization"):
         flags.pop(name)
+    if settings["routing_every"]:
+        flags["enable_return_routed_experts"] = True
     flags |= own | {"custom_weight_loader": [LOADER], "grammar_backend": "none"}
     if report.effective["device"] == "cpu":
         flags["enable_memory_saver"] = False
@@ -134,8 +139,16 @@ def server_class() -> type:
             from sglang.srt.managers.io_struct import GenerateReqInput
 
             sampling, limit, request = split_sampling_params(sampling_params)
+            every = decoder_settings(self.config.engine_kwargs or {})["routing_every"]
+            seed = request.get("sampling_seed")
             output = await self.tokenizer_manager.generate_request(
-                GenerateReqInput(rid=request_id, input_ids=list(prompt_ids), sampling_params=request), None
+                GenerateReqInput(
+                    rid=request_id,
+                    input_ids=list(prompt_ids),
+                    sampling_params=request,
+                    return_routed_experts=bool(every and seed is not None and seed % every == 0),
+                ),
+                None,
             ).__anext__()
             sample = sample_from_response(
                 output, prompt_ids, self.block_diffusion.block_size, sampling, limit, request.get("sampling_seed")

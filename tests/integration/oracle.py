@@ -20,7 +20,7 @@ from dllm.config import BlockDiffusionConfig, resolve
 from dllm.decoding import BlockBatch, Reveal, SamplingParams, make_decoder
 from dllm.decoding.confidence import masked_confidence
 from dllm.decoding.sampling import sampling_logprobs
-from dllm.models.llada2 import LLaDA2MoeModelLM
+from dllm.models.base import BlockDiffusionLM
 from dllm.noise import uniform
 from dllm.reference import block_logits, decode
 from dllm.trace import RolloutTrace
@@ -47,7 +47,7 @@ class Watched:
     changed by as much as two implementations may differ.
     """
 
-    def __init__(self, decoder: Any, model: LLaDA2MoeModelLM, analytic: bool = True) -> None:
+    def __init__(self, decoder: Any, model: BlockDiffusionLM, analytic: bool = True) -> None:
         self.decoder, self.model, self.mask_id, self.analytic = decoder, model, decoder.mask_id, analytic
         self.selection, self.greedy = getattr(decoder, "selection", None), getattr(decoder, "greedy", False)
         self.noise = torch.Generator().manual_seed(0)
@@ -107,10 +107,10 @@ class Case:
 
 @dataclass
 class TinyModel:
-    """A random tiny LLaDA2 on disk, and the same network in this process."""
+    """A random tiny model on disk, and the same network in this process."""
 
     path: Path
-    model: LLaDA2MoeModelLM
+    model: BlockDiffusionLM
     config: BlockDiffusionConfig
     cases: dict[Any, Case] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """The recipe itself, as a user starts it: a run whose driver is killed, and its way on to a good end.
 
-One story in two starts of the same run, on the checkpoint that ships: ``killed``, ``finished``. What happens when an engine or a worker dies is in
-``test_watchdog.py``.
+One story in two starts of the same run, on the checkpoint that ships: ``killed``, ``finished``. What happens when an
+engine or a worker dies is in ``test_watchdog.py``.
 """
 
 from __future__ import annotations

@@ -213,14 +213,16 @@ class TestRequests:
 class TestSettings:
     def test_decoder_settings(self, plugin):
         settings = plugin.server.decoder_settings
-        assert settings({}) == {"algorithm": "SelectThenSample", "options": {}}
+        assert settings({}) == {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0}
         given = {"sglang_dllm": {"options": {"threshold": 0.5}}}
-        assert settings(given) == {"algorithm": "SelectThenSample", "options": {"threshold": 0.5}}
+        assert settings(given) == settings({}) | {"options": {"threshold": 0.5}}
         joint = {"algorithm": "JointThreshold", "options": {"threshold": 0.6}}
         assert settings({"sglang_dllm": joint})["options"] == {"threshold": 0.6, "edit_threshold": 0.9}
         joint["options"]["edit_threshold"] = 0.95
         assert settings({"sglang_dllm": joint})["options"]["edit_threshold"] == 0.95
-        with pytest.raises(ConfigError, match=r"has no key 'treshold'; valid keys are \['algorithm', 'options'\]"):
+        with pytest.raises(
+            ConfigError, match=r"has no key 'treshold'; valid keys are \['algorithm', 'options', 'routing_every'\]"
+        ):
             settings({"sglang_dllm": {"treshold": 0.5}})
 
     def test_a_rollout_config_that_would_lose_the_log_is_refused(self, plugin):

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from dllm.config import ConfigError
+from dllm.decoding import DECODERS
 from recipes import grpo_llada2
 from recipes.compose import CONFIG_DIR, compose_config, resolve_run
 from recipes.summary import count_prompts
@@ -63,7 +64,8 @@ def test_hardware_and_model_resolve(resolve, hardware, model):
     assert plain["trainer"]["device"] == ("cpu" if hardware == "cpu" else "cuda")
     assert plain["actor_rollout_ref"]["rollout"]["engine_kwargs"]["sglang_dllm"] == {
         "algorithm": "SelectThenSample",
-        "options": {"threshold": 0.95},
+        "options": {"threshold": None},
+        "routing_every": 0,
     }
     assert run.report.effective["device"] == ("cpu" if hardware == "cpu" else "cuda")
     assert run.report.block_diffusion.block_size == 32
@@ -105,7 +107,7 @@ class TestLikelihood:
                 "likelihood": "exact",
                 "likelihood_options": {},
                 "algorithm": "SelectThenSample",
-                "options": {"threshold": 0.95},
+                "options": {"threshold": None},
             },
         }
         assert run.config.algorithm.rollout_correction.rollout_is == "token"
@@ -233,6 +235,20 @@ def test_unknown_hardware(resolve):
         ConfigError, match=r"Could not find 'hardware/tpu' Available options in 'hardware': cpu gpu1 gpus"
     ):
         resolve(hardware="tpu")
+
+
+def test_a_decoder_that_draws_nothing_is_refused(resolve):
+    with pytest.raises(ConfigError, match="dllm_algorithm='LowConfidence' draws nothing: .* use SelectThenSample"):
+        resolve("dllm.algorithm=LowConfidence")
+
+
+@pytest.mark.parametrize("name", sorted(set(DECODERS) - {"LowConfidence"}))
+def test_a_decoder_needs_nothing_but_its_name(resolve, name):
+    from rollout.verl.server import decoder_settings
+
+    run = resolve(f"dllm.algorithm={name}")
+    engine = OmegaConf.to_container(run.config.actor_rollout_ref.rollout.engine_kwargs, resolve=True)
+    assert decoder_settings(engine)["options"] == getattr(DECODERS[name], "rl_options", {})
 
 
 @pytest.mark.parametrize("model", ["llada2_mini", "llada2_flash"])
