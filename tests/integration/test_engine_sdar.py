@@ -32,8 +32,8 @@ def models(tmp_path_factory) -> dict[str, TinyModel]:
 def test_decodes_as_the_reference_and_replays(heavy, models, kind):
     """Prompts that end within, before and behind a block of 4, sampled and greedy, alone and together.
 
-    The replay is the packed forward pass. With another rotary base or a shift of labels the engine would decode
-    other tokens at once: at position 80 a base of 10,000 instead of 1,000,000 turns the last pairs by 0.05.
+    The replay is the trainer's packed forward pass. Labels that are shifted, another rotary base or another block size
+    in the engine would decode other tokens at once.
     """
     tiny = models[kind]
     assert (tiny.config.block_size, tiny.config.architecture.startswith("SDAR")) == (4, True)
