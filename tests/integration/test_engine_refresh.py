@@ -117,9 +117,8 @@ def test_a_missing_tensor_is_an_error_on_both_sides(server, tiny, mask_likely, s
         def normalise(self, named):
             return ((n, t) for n, t in super().normalise(named) if n != "model.norm.weight")
 
-    careless = WeightPublisher(
-        Careless(sync.layout.config, torch.float32), sync.publisher.transport, [sync.control], BUCKET
-    )
+    layout = Careless(mask_likely.model, torch.float32)
+    careless = WeightPublisher(layout, sync.publisher.transport, [sync.control], BUCKET)
     with pytest.raises(WeightSyncError, match="refused .*: rank 0: 1 tensors never arrived, e.g. 'model.norm.weight'"):
         careless.publish(state.items(), "71")
     trace = greedy(server, [tiny.prompt(5)])[0]
@@ -136,7 +135,7 @@ def test_a_tensor_of_the_wrong_shape_is_refused_by_the_engine(server, tiny, sync
         def normalise(self, named):
             return ((n, t[:-1].contiguous() if n == "lm_head.weight" else t) for n, t in super().normalise(named))
 
-    wrong = WeightPublisher(Wrong(sync.layout.config, torch.float32), sync.publisher.transport, [sync.control], BUCKET)
+    wrong = WeightPublisher(Wrong(tiny.model, torch.float32), sync.publisher.transport, [sync.control], BUCKET)
     with pytest.raises(WeightSyncError, match="refused /update_weights_from_tensor .*rank 0: "):
         wrong.publish(tiny.model.state_dict().items(), "73")
     sync.publish(tiny, "74")
