@@ -7,7 +7,7 @@ import json
 
 import pandas as pd
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from dllm.config import ConfigError
 from dllm.decoding import DECODERS
@@ -54,6 +54,17 @@ def test_every_root_composes(name):
     assert compose_config(name, [])
 
 
+def _decoder_of(model: str) -> DictConfig:
+    """What a model group says about the decoder, or the root's defaults."""
+    group = OmegaConf.load(CONFIG_DIR / "model" / f"{model}.yaml")
+    return group.get("dllm") or OmegaConf.create({"algorithm": "SelectThenSample", "options": {"threshold": None}})
+
+
+def test_a_model_group_wins_over_the_defaults(resolve):
+    config = resolve("model=llada2_mini").config
+    assert (config.actor_rollout_ref.actor.optim.lr, config.data.max_response_length) == (1e-6, 1024)
+
+
 @pytest.mark.parametrize(("hardware", "model"), itertools.product(GROUPS["hardware"], GROUPS["model"]))
 def test_hardware_and_model_resolve(resolve, hardware, model):
     """With a model path, every pair passes its preflight and has no key that is missing or cannot be resolved."""
@@ -63,8 +74,7 @@ def test_hardware_and_model_resolve(resolve, hardware, model):
     assert plain["actor_rollout_ref"]["rollout"]["name"] == "sglang_dllm"
     assert plain["trainer"]["device"] == ("cpu" if hardware == "cpu" else "cuda")
     assert plain["actor_rollout_ref"]["rollout"]["engine_kwargs"]["sglang_dllm"] == {
-        "algorithm": "SelectThenSample",
-        "options": {"threshold": None},
+        **OmegaConf.to_container(_decoder_of(model)),
         "routing_every": 0,
     }
     assert run.report.effective["device"] == ("cpu" if hardware == "cpu" else "cuda")

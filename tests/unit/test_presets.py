@@ -1,16 +1,26 @@
-"""The table of published models agrees with the rest of the package and with its page."""
+"""The table of published models agrees with the rest of the package, with the model groups and with its page."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from omegaconf import OmegaConf
 
 from dllm.config import ConfigError, resolve
 from dllm.decoding import make_decoder
 from dllm.models import MODELS
 from dllm.presets import PRESETS, preset
+from recipes.compose import CONFIG_DIR
 from tests.support import DATA, ROOT, write_json
+
+GROUPS = {
+    "llada21_mini": "LLaDA2.1-mini",
+    "llada21_flash": "LLaDA2.1-flash",
+    "sdar_4b": "SDAR-4B-Chat",
+    "sdar_8b": "SDAR-8B-Chat",
+    "sdar_30b_a3b": "SDAR-30B-A3B-Chat",
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -36,6 +46,13 @@ def test_rl_edits_rarely():
     """At low thresholds argmax edits undo what sampling explored."""
     editing = [p for p in PRESETS.values() if p.rl_decoder == "JointThreshold"]
     assert len(editing) == 2 and all(p.rl_options["edit_threshold"] >= 0.9 for p in editing)
+
+
+@pytest.mark.parametrize(("group", "name"), GROUPS.items())
+def test_model_groups_have_the_rl_decoder(group, name):
+    p, config = preset(name), OmegaConf.load(CONFIG_DIR / "model" / f"{group}.yaml")
+    assert (config.dllm.algorithm, OmegaConf.to_container(config.dllm.options)) == (p.rl_decoder, dict(p.rl_options))
+    assert p.name in (CONFIG_DIR / "model" / f"{group}.yaml").read_text()
 
 
 def test_every_preset_is_on_the_page():
