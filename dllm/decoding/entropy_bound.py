@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dllm.decoding.base import BlockBatch, Reveal, draw_at
-from dllm.decoding.confidence import failed_rows, masked_confidence, masked_statistic
-from dllm.decoding.select_then_sample import reveal
+from dllm.decoding.base import BlockBatch, Reveal
+from dllm.decoding.confidence import masked_confidence, masked_statistic
+from dllm.decoding.select_then_sample import draw_and_reveal
 
 
 def negative_entropy(logits: Tensor) -> Tensor:
@@ -39,9 +39,8 @@ class EntropyBound:
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)
-        failed = failed_rows(confidence)
-        chosen = self._within_budget(blocks, logits) & ~failed[:, None]
-        return reveal(blocks, self.mask_id, chosen, *draw_at(blocks, logits, chosen, self.mask_id), confidence, failed)
+        chosen = self._within_budget(blocks, logits)
+        return draw_and_reveal(blocks, logits, self.mask_id, chosen, confidence)
 
     def _within_budget(self, blocks: BlockBatch, logits: Tensor) -> Tensor:
         certainty = masked_statistic(blocks.ids, logits, self.mask_id, negative_entropy)

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dllm.decoding.base import BlockBatch, Reveal, draw_at
-from dllm.decoding.confidence import above_threshold_or_best, failed_rows, masked_confidence
-from dllm.decoding.select_then_sample import reveal
+from dllm.decoding.base import BlockBatch, Reveal
+from dllm.decoding.confidence import above_threshold_or_best, masked_confidence
+from dllm.decoding.select_then_sample import draw_and_reveal
 
 
 class FastDLLMv2:
@@ -42,10 +42,9 @@ class FastDLLMv2:
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)
-        failed = failed_rows(confidence)
         eligible = torch.where(self._active(blocks.ids), confidence, -torch.inf)
-        chosen = above_threshold_or_best(eligible, self.threshold) & ~failed[:, None]
-        return reveal(blocks, self.mask_id, chosen, *draw_at(blocks, logits, chosen, self.mask_id), confidence, failed)
+        chosen = above_threshold_or_best(eligible, self.threshold)
+        return draw_and_reveal(blocks, logits, self.mask_id, chosen, confidence)
 
     def _active(self, ids: Tensor) -> Tensor:
         """bool [n, B]: positions of the first sub-block with a hidden one."""

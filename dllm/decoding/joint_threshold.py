@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dllm.decoding.base import BlockBatch, Reveal, draw_at
-from dllm.decoding.confidence import ROWS_PER_CHUNK, failed_rows, masked_confidence
-from dllm.decoding.select_then_sample import reveal
+from dllm.decoding.base import BlockBatch, Reveal
+from dllm.decoding.confidence import ROWS_PER_CHUNK, masked_confidence
+from dllm.decoding.select_then_sample import draw_and_reveal
 
 # Value of the counter of a finished block; more than any edit budget.
 _FINISHED = 1 << 40
@@ -52,16 +52,13 @@ class JointThreshold:
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)
-        failed = failed_rows(confidence)
         hidden = blocks.ids == self.mask_id
         complete = ~hidden.any(1)
         counter = blocks.counter + complete.long()
         exhausted = complete & (counter > self.max_post_edit_steps)
-        chosen = above_or_top(confidence, self.threshold) & ~failed[:, None]
-        result = reveal(
-            blocks, self.mask_id, chosen, *draw_at(blocks, logits, chosen, self.mask_id), confidence, failed
-        )
-        editable = ~hidden & ~blocks.given & ~(exhausted | failed)[:, None]
+        chosen = above_or_top(confidence, self.threshold)
+        result = draw_and_reveal(blocks, logits, self.mask_id, chosen, confidence)
+        editable = ~hidden & ~blocks.given & ~(exhausted | result.failed)[:, None]
         edited = self._edits(blocks.ids, logits, editable)
         result.ids = torch.where(editable, edited, result.ids)
         result.done = (result.ids == blocks.ids).all(1) & complete

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dllm.decoding.base import BlockBatch, Reveal, draw_at
-from dllm.decoding.confidence import above_threshold_or_best, failed_rows, masked_confidence, masked_statistic
-from dllm.decoding.select_then_sample import reveal
+from dllm.decoding.base import BlockBatch, Reveal
+from dllm.decoding.confidence import above_threshold_or_best, masked_confidence, masked_statistic
+from dllm.decoding.select_then_sample import draw_and_reveal
 
 
 def margin(logits: Tensor) -> Tensor:
@@ -37,7 +37,6 @@ class Margin:
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)
-        failed = failed_rows(confidence)
         margins = masked_statistic(blocks.ids, logits, self.mask_id, margin)
-        chosen = above_threshold_or_best(margins, self.threshold) & ~failed[:, None]
-        return reveal(blocks, self.mask_id, chosen, *draw_at(blocks, logits, chosen, self.mask_id), confidence, failed)
+        chosen = above_threshold_or_best(margins, self.threshold)
+        return draw_and_reveal(blocks, logits, self.mask_id, chosen, confidence)

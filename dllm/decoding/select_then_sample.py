@@ -36,10 +36,8 @@ class SelectThenSample:
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)
-        failed = failed_rows(confidence)
-        chosen = above_threshold_or_best(confidence, self.threshold) & ~failed[:, None]
-        token, logprob, logprob_raw = draw_at(blocks, logits, chosen, self.mask_id)
-        return reveal(blocks, self.mask_id, chosen, token, logprob, logprob_raw, confidence, failed)
+        chosen = above_threshold_or_best(confidence, self.threshold)
+        return draw_and_reveal(blocks, logits, self.mask_id, chosen, confidence)
 
 
 class LowConfidence(SelectThenSample):
@@ -52,6 +50,17 @@ class LowConfidence(SelectThenSample):
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         return super().step(replace(blocks, sampling=blocks.sampling.as_greedy()), logits)
+
+
+def draw_and_reveal(blocks: BlockBatch, logits: Tensor, mask_id: int, chosen: Tensor, confidence: Tensor) -> Reveal:
+    """Draw tokens at ``chosen`` (bool [n, B]), which does not depend on the draws; rows that failed are left alone.
+
+    Args:
+        confidence: float32 [n, B], see ``masked_confidence``.
+    """
+    failed = failed_rows(confidence)
+    chosen = chosen & ~failed[:, None]
+    return reveal(blocks, mask_id, chosen, *draw_at(blocks, logits, chosen, mask_id), confidence, failed)
 
 
 def reveal(

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from dllm.decoding.base import BlockBatch, Reveal, draw_at
-from dllm.decoding.confidence import best, failed_rows, masked_confidence
-from dllm.decoding.select_then_sample import reveal
+from dllm.decoding.base import BlockBatch, Reveal
+from dllm.decoding.confidence import best, masked_confidence
+from dllm.decoding.select_then_sample import draw_and_reveal
 
 
 class StaticSteps:
@@ -30,6 +30,5 @@ class StaticSteps:
 
     def step(self, blocks: BlockBatch, logits: Tensor) -> Reveal:
         confidence = masked_confidence(blocks.ids, logits, self.mask_id)
-        failed = failed_rows(confidence)
-        chosen = best(confidence, self.tokens_per_step) & ~failed[:, None]
-        return reveal(blocks, self.mask_id, chosen, *draw_at(blocks, logits, chosen, self.mask_id), confidence, failed)
+        chosen = best(confidence, self.tokens_per_step)
+        return draw_and_reveal(blocks, logits, self.mask_id, chosen, confidence)
