@@ -124,6 +124,12 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
+def engine_dtype(config: Mapping[str, Any], device: str) -> str:
+    """dtype of an engine that was asked for none: the checkpoint's, but bfloat16 for an fp32 checkpoint on a GPU."""
+    dtype = checkpoint_dtype(config)
+    return "bfloat16" if dtype == "float32" and device != "cpu" else dtype
+
+
 def choose_max_running_requests(vocab_size: int, block_size: int, memory_bytes: int, limit: int) -> int:
     """Largest power of two of blocks whose logits fit into a tenth of the memory, at most ``limit``."""
     per_request = vocab_size * block_size * 4 * LOGIT_COPIES
@@ -250,7 +256,11 @@ def _fill_device(report: Report, config: Mapping[str, Any]) -> None:
     if get("device") is None:
         report.set("device", default_device(), "unset")
     if get("dtype") in (None, "auto"):
-        report.set("dtype", checkpoint_dtype(config), "the checkpoint's own; SGLang's auto would turn fp32 into fp16")
+        dtype = engine_dtype(config, get("device"))
+        why = "the checkpoint's own; SGLang's auto would turn fp32 into fp16"
+        if dtype != checkpoint_dtype(config):
+            why = f"the checkpoint's own, {checkpoint_dtype(config)}, does not run in SGLang's CUDA kernels"
+        report.set("dtype", dtype, why)
     if get("device") == "cpu":
         if get("attention_backend") is None:
             report.set("attention_backend", CPU_ATTENTION, "the CPU engine's")
@@ -266,11 +276,10 @@ def _fill_device(report: Report, config: Mapping[str, Any]) -> None:
         if get("max_total_tokens") is None:
             report.set("max_total_tokens", cpu_kv_tokens(config), "unset; a KV cache of at most 5 % of the memory")
         return
+    if get("dtype") == "float32":
+        raise ConfigError("dtype='float32' does not run on a GPU: SGLang's norm kernels take bfloat16 or float16; use one")
     if get("attention_backend") is None:
-        fp32 = get("dtype") == "float32"
-        report.set("attention_backend", "triton" if fp32 else "flashinfer", "fp32" if fp32 else "runs with CUDA graphs")
-        if fp32 and not get("disable_cuda_graph"):
-            report.set("disable_cuda_graph", True, "no backend captures graphs of block diffusion in fp32")
+        report.set("attention_backend", "flashinfer", "runs with CUDA graphs")
     if not get("disable_cuda_graph") and get("attention_backend") != "flashinfer":
         raise ConfigError(
             f"attention_backend={get('attention_backend')!r} cannot capture CUDA graphs of block diffusion; use "

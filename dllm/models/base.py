@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from dllm.attention import Attention
-from dllm.models.layers import rotary_tables
 
 T = TypeVar("T")
 
@@ -19,12 +18,6 @@ class Shape(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
-
-    @property
-    def rotary_dim(self) -> int: ...
-
-    @property
-    def rope_theta(self) -> float: ...
 
 
 class Router(nn.Module):
@@ -84,13 +77,12 @@ class BlockDiffusionLM(nn.Module):
                 the head's weights exist only there; its result is returned.
         """
         self._tokens = input_ids.numel()
-        rotary = rotary_tables(position, self.shape.rotary_dim, self.shape.rope_theta)
         x = getattr(self.model, self.embedding)(input_ids)
         for layer in self.model.layers:
             if self.checkpoint_layers and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(layer, x, rotary, attention, use_reentrant=False)
+                x = torch.utils.checkpoint.checkpoint(layer, x, position, attention, use_reentrant=False)
             else:
-                x = layer(x, rotary, attention)
+                x = layer(x, position, attention)
         return head(self.model.norm(x), self.lm_head)
 
     def routers(self) -> Iterator[Router]:

@@ -21,7 +21,11 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(position: Tensor, dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin float32 [..., dim / 2] of rotary embeddings at ``position``."""
+    """cos and sin float32 [..., dim / 2] of rotary embeddings at ``position``.
+
+    Every layer makes its own: handed from outside, FSDP's mixed precision would round them to bf16 in the forward pass
+    and not in the recomputation of a checkpointed one.
+    """
     frequency = theta ** (-torch.arange(0, dim, 2, device=position.device, dtype=torch.float32) / dim)
     angle = position[..., None].float() * frequency
     return angle.cos(), angle.sin()

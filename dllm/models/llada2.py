@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dllm.attention import Attention
 from dllm.config import ConfigError
 from dllm.models.base import BlockDiffusionLM, Router
-from dllm.models.layers import MLP, Experts, RMSNorm, rotate, selection_gap
+from dllm.models.layers import MLP, Experts, RMSNorm, rotary_tables, rotate, selection_gap
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,18 @@ class SelfAttention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
+        self.rotary = config.rotary_dim, config.rope_theta
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.query_key_value = nn.Linear(config.hidden_size, width, bias=False)
         self.dense = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, position: Tensor, attention: Attention) -> Tensor:
         rows, length, _ = x.shape
         packed = self.query_key_value(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
         query, key, value = packed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        cos, sin = (table[:, None] for table in rotary)
+        cos, sin = (table[:, None] for table in rotary_tables(position, *self.rotary))
         query = rotate(self.query_layernorm(query), cos, sin)
         key = rotate(self.key_layernorm(key), cos, sin)
         out = attention(query, key, value.contiguous(), self.head_dim**-0.5)
@@ -170,8 +171,8 @@ class Layer(nn.Module):
         dense = index < config.first_k_dense_replace
         self.mlp = MLP(config.hidden_size, config.intermediate_size) if dense else MoE(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = x + self.attention(self.input_layernorm(x), rotary, attention)
+    def forward(self, x: Tensor, position: Tensor, attention: Attention) -> Tensor:
+        x = x + self.attention(self.input_layernorm(x), position, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

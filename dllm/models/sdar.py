@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dllm.attention import Attention
 from dllm.config import ConfigError
 from dllm.models.base import BlockDiffusionLM, Router
-from dllm.models.layers import MLP, Experts, RMSNorm, rotate, selection_gap
+from dllm.models.layers import MLP, Experts, RMSNorm, rotary_tables, rotate, selection_gap
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: SDARConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.rotary = config.rotary_dim, config.rope_theta
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -96,10 +97,10 @@ class SelfAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, x: Tensor, position: Tensor, attention: Attention) -> Tensor:
         rows, length, _ = x.shape
         by_head = lambda projected: projected.view(rows, length, -1, self.head_dim).transpose(1, 2)
-        cos, sin = (table[:, None] for table in rotary)
+        cos, sin = (table[:, None] for table in rotary_tables(position, *self.rotary))
         query = rotate(self.q_norm(by_head(self.q_proj(x))), cos, sin)
         key = rotate(self.k_norm(by_head(self.k_proj(x))), cos, sin)
         out = attention(query, key, by_head(self.v_proj(x)).contiguous(), self.head_dim**-0.5)
@@ -149,8 +150,8 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MoE(config) if config.num_experts else MLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotary, attention)
+    def forward(self, x: Tensor, position: Tensor, attention: Attention) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), position, attention)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -13,7 +13,7 @@ from verl.utils.net_utils import is_valid_ipv6_address
 from verl.workers.rollout.base import BaseRollout
 
 from dllm.config import load_hf_config
-from rollout.preflight import checkpoint_dtype
+from rollout.preflight import engine_dtype
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout
 from weight_sync.publisher import WeightPublisher
@@ -40,7 +40,7 @@ class BlockDiffusionAdapter(BaseRollout):
             host = f"[{host}]" if is_valid_ipv6_address(host) else host
             engine = EngineControl(f"http://{host}:{port}", self.config.tensor_model_parallel_size)
             hf_config = load_hf_config(self.model_config.local_path)
-            dtype = self.config.dtype if self.config.dtype != "auto" else checkpoint_dtype(hf_config)
+            dtype = self.config.dtype if self.config.dtype != "auto" else engine_dtype(hf_config, get_device_name())
             self._publisher = WeightPublisher(
                 CheckpointLayout.from_config(hf_config, getattr(torch, dtype)),
                 default_transport(),

@@ -94,11 +94,11 @@ def traces(model, mask_id) -> list[RolloutTrace]:
     return made
 
 
-def make_engine(verl, model_dir, likelihood: dict[str, Any] | None):
+def make_engine(verl, model_dir, likelihood: dict[str, Any] | None, dtype: str = "fp32", recompute: bool = False):
     override = {"attn_implementation": "sdpa", "model_config": {}}
     if likelihood is not None:
         override["dllm"] = likelihood
-    full = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    precision = {"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     engine = verl.engines.new(
         model_type="block_diffusion_lm",
         backend="fsdp2",
@@ -106,12 +106,12 @@ def make_engine(verl, model_dir, likelihood: dict[str, Any] | None):
             path=str(model_dir),
             external_lib="trainers.engine",
             use_remove_padding=False,
-            enable_gradient_checkpointing=False,
+            enable_gradient_checkpointing=recompute,
             override_config=override,
         ),
         engine_config=verl.config.FSDPEngineConfig(
             strategy="fsdp2",
-            mixed_precision=full,
+            mixed_precision=precision,
             use_dynamic_bsz=False,
             micro_batch_size_per_gpu=2,
             infer_micro_batch_size_per_gpu=2,
@@ -238,6 +238,23 @@ def test_without_a_choice_it_is_the_exact_replay(verl, engine, model, mask_id, t
         with torch.no_grad():
             (replayed,) = replay_logprobs(model, [trace], mask_id)
         torch.testing.assert_close(got, replayed, atol=1e-5, rtol=0)
+
+
+def test_bf16_rounds_and_recomputing_changes_nothing(verl, engine, traces):
+    """Mixed precision and checkpointed layers, as on a GPU: what is recomputed is what was computed."""
+    exact = {"likelihood": "exact"}
+    old = [v.numpy() for v in log_probs(verl, engine(exact), traces)["log_probs"]]
+    rounded = log_probs(verl, engine(exact, dtype="bf16"), traces)["log_probs"]
+    gap = np.concatenate([np.abs(v.numpy() - o) for v, o in zip(rounded, old, strict=True)])
+    assert 1e-5 < gap.mean() < 0.05
+    batch = make_batch(verl, traces, old)
+    kept, again = (
+        backward(verl, engine(exact, dtype="bf16", recompute=recompute), batch, "dapo_constant")[2]
+        for recompute in (False, True)
+    )
+    assert kept.keys() == again.keys()
+    for name, grad in kept.items():
+        torch.testing.assert_close(again[name], grad, atol=1e-6, rtol=1e-3)
 
 
 def test_an_unknown_likelihood_is_refused(verl, engine, traces):

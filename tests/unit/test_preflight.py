@@ -191,6 +191,13 @@ class TestEffectiveSettings:
     def test_dtype_is_the_checkpoints_own(self, model, config, dtype, expected):
         assert check_server(flags(model(**config), dtype=dtype)).effective["dtype"] == expected
 
+    def test_a_gpu_runs_fp32_checkpoints_in_bf16(self, model):
+        """SGLang's CUDA norm kernels dispatch bf16 and fp16 only and end the scheduler at the first fp32 request."""
+        given = flags(model(dtype="float32"), device="cuda", max_running_requests=8)
+        report = check_server(given | {"dtype": "auto"})
+        assert report.effective["dtype"] == "bfloat16" and "float32" in report.reasons["dtype"]
+        refused(r"dtype='float32' does not run on a GPU: .*; use one", **given, dtype="float32")
+
     def test_explicit_settings_are_kept(self, model):
         given = flags(model(), max_running_requests=7, max_total_tokens=8192, dtype="float32", disable_cuda_graph=True)
         report = check_server(given)
