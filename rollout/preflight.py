@@ -277,7 +277,9 @@ def _fill_device(report: Report, config: Mapping[str, Any]) -> None:
             report.set("max_total_tokens", cpu_kv_tokens(config), "unset; a KV cache of at most 5 % of the memory")
         return
     if get("dtype") == "float32":
-        raise ConfigError("dtype='float32' does not run on a GPU: SGLang's norm kernels take bfloat16 or float16; use one")
+        raise ConfigError(
+            "dtype='float32' does not run on a GPU: SGLang's norm kernels take bfloat16 and float16; use one"
+        )
     if get("attention_backend") is None:
         report.set("attention_backend", "flashinfer", "runs with CUDA graphs")
     if not get("disable_cuda_graph") and get("attention_backend") != "flashinfer":
