@@ -256,7 +256,7 @@ def _fill_device(report: Report, config: Mapping[str, Any]) -> None:
     if get("device") is None:
         report.set("device", default_device(), "unset")
     if get("dtype") in (None, "auto"):
-        dtype = engine_dtype(config, get("device"))
+        dtype = engine_dtype(config, str(get("device")))
         why = "the checkpoint's own; SGLang's auto would turn fp32 into fp16"
         if dtype != checkpoint_dtype(config):
             why = f"the checkpoint's own, {checkpoint_dtype(config)}, does not run in SGLang's CUDA kernels"
