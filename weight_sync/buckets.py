@@ -14,12 +14,13 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a tensor lies in its bucket (offset in bytes)."""
+    """Where rows of a tensor lie in their bucket: at ``offset`` bytes, from row ``start`` of the whole tensor on."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    start: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -3,71 +3,191 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import xxhash
 
 from weight_sync.buckets import Placement
 
 
 class WeightSyncError(RuntimeError):
-    """An engine did not take an update; its weights must not be used until a complete resend."""
+    """An engine did not take an update; unless it says that it kept the old weights, they must not be used until a
+    complete resend."""
+
+
+class ResendError(WeightSyncError):
+    """One bucket was refused before any of it was used; the update goes on when the right one is sent."""
+
+
+RESEND = "resend: "
+"""Beginning of a loader's message that is a ``ResendError``."""
+
+
+class Message:
+    """Base of the headers below: JSON text whose ``kind`` says which one it is."""
+
+    kind = ""
+
+    def encode(self) -> str:
+        return json.dumps({"kind": self.kind, **asdict(self)})  # type: ignore[call-overload]
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Any:
+        return cls(**{key: value for key, value in raw.items() if key != "kind"})
+
+    @classmethod
+    def decode(cls, text: str) -> Any:
+        return cls.from_dict(json.loads(text))
+
+
+@dataclass(frozen=True)
+class Manifest(Message):
+    """What an update consists of, told before its first byte.
+
+    Attributes:
+        run_id, version: identify the update; all its messages carry the same. The version is a label, "12".
+        tensors: (name, full shape, dtype) on the wire, experts fused per layer.
+        nbytes: of all tensors.
+        base_version: version that the engine must hold; None does not care.
+    """
+
+    kind = "begin"
+
+    run_id: str
+    version: str
+    tensors: tuple[tuple[str, tuple[int, ...], str], ...]
+    nbytes: int
+    base_version: str | None = None
+
+    @property
+    def digest(self) -> str:
+        """Identifies names, shapes and dtypes, in any order."""
+        return tensors_digest(self.tensors)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> Manifest:
+        tensors = tuple((name, tuple(shape), dtype) for name, shape, dtype in raw["tensors"])
+        return cls(raw["run_id"], raw["version"], tensors, raw["nbytes"], raw.get("base_version"))
+
+
+def tensors_digest(tensors: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """xxh3 of names, shapes and dtypes, whatever their order."""
+    listed = sorted((name, list(shape), dtype) for name, shape, dtype in tensors)
+    return xxhash.xxh3_128_hexdigest(json.dumps(listed).encode())
+
+
+@dataclass(frozen=True)
+class Slots(Message):
+    """The sender's device buffers travel along, once per update; later buckets say in which one they lie."""
+
+    kind = "slots"
+
+    run_id: str
+    version: str
 
 
 @dataclass
-class BucketSpec:
-    """Header of one bucket.
+class BucketSpec(Message):
+    """Header of one bucket. Its bytes are the tensor that travels along, or lie in ``file`` or in ``slot``.
 
     Attributes:
         run_id, version: identify the update; all buckets of an update carry the same.
-        index: position of the bucket in the update, from 0.
+        index: position of the bucket in the update, from 0; buckets arrive in order.
         last: no further bucket follows.
         placements: tensors in the bucket.
-        file: path of the bytes if they lie in shared memory instead of the tensor that travels along.
+        checksum: of its bytes (see ``weight_sync.checksum``).
+        file: path on the engine's host; all of the file is the bucket.
+        slot: number of the device buffer (see ``Slots``); the bucket begins where the buffer does.
+        nbytes: length of the bucket.
     """
+
+    kind = "bucket"
 
     run_id: str
     version: str
     index: int
     last: bool
     placements: list[Placement] = field(default_factory=list)
+    checksum: str = ""
     file: str | None = None
-
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
+    slot: int | None = None
+    nbytes: int = 0
 
     @classmethod
-    def decode(cls, text: str) -> BucketSpec:
-        raw = json.loads(text)
-        raw["placements"] = [
-            Placement(p["name"], tuple(p["shape"]), p["dtype"], p["offset"]) for p in raw["placements"]
-        ]
-        return cls(**raw)
+    def from_dict(cls, raw: dict[str, Any]) -> BucketSpec:
+        placements = [Placement(**{**p, "shape": tuple(p["shape"])}) for p in raw["placements"]]
+        return super().from_dict({**raw, "placements": placements})
+
+
+@dataclass(frozen=True)
+class Commit(Message):
+    """All buckets are in and the old cache is gone: from now on samples carry the new version."""
+
+    kind = "commit"
+
+    run_id: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Abort(Message):
+    """The sender gives the update up. Weights that were touched stay what they are, and say so."""
+
+    kind = "abort"
+
+    run_id: str
+    version: str
 
 
 @dataclass
 class LoaderStatus:
-    """What the loader of one rank did with a bucket."""
+    """What the loader of one tensor-parallel rank did with a message.
+
+    Attributes:
+        resend: nothing of the bucket was used; the same update goes on when the right one comes.
+        checksum: this rank's share of the checksum of everything the engine holds, after the last bucket.
+        label: version of the weights after the message; ``torn:<old>-><new>`` while they are a mixture, None if no
+            update has touched them.
+    """
 
     ok: bool
     message: str = ""
     tensors: int = 0
     nbytes: int = 0
+    resend: bool = False
+    checksum: int | None = None
+    label: str | None = None
 
 
 @dataclass
 class SyncReport:
-    """Outcome of a refresh: seconds by stage, bytes and buckets."""
+    """Outcome of a refresh: seconds by stage, bytes and buckets.
+
+    Attributes:
+        tensors: on the wire (experts fused per layer).
+        resent: buckets that had to be sent again.
+        checksum: of the weights, equal on the trainer and on every engine ("" if it was not computed).
+        seconds: "gather" (source to bucket), "checksum", "transfer" (the engine's copies included), "pause", "finish"
+            (cache and version), "resume", "total" (wall time; gather and transfer overlap).
+    """
 
     version: str
     tensors: int = 0
     nbytes: int = 0
     buckets: int = 0
+    resent: int = 0
+    checksum: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def as_metrics(self) -> dict[str, Any]:
-        total = sum(self.seconds.values())
+        """Under the names ``weight_sync/...``; goodput in 1e9 bytes per second of the whole refresh."""
+        total = self.seconds.get("total", 0.0)
         return {
-            "sync/seconds": total,
-            "sync/bytes": self.nbytes,
-            "sync/gbps": self.nbytes / 1e9 / total if total else 0.0,
+            **{f"weight_sync/{stage}_seconds": seconds for stage, seconds in self.seconds.items()},
+            "weight_sync/bytes": self.nbytes,
+            "weight_sync/buckets": self.buckets,
+            "weight_sync/resent": self.resent,
+            "weight_sync/goodput_gbps": self.nbytes / 1e9 / total if total else 0.0,
         }

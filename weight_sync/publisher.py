@@ -60,6 +60,7 @@ class WeightPublisher:
             report.buckets += 1
             clock = time.perf_counter()
             report.seconds["send"] += clock - now
+        report.seconds["total"] = sum(report.seconds.values())
         return report
 
     def close(self) -> None:

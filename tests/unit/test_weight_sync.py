@@ -126,13 +126,15 @@ def test_a_sender_holds_one_bucket_at_a_time():
 
 def test_header_round_trip():
     bucket = next(iter(fill_buckets([("a", torch.zeros(2, 3)), ("b", torch.zeros((), dtype=torch.bfloat16))], 10**6)))
-    spec = BucketSpec("run", "12", 3, True, bucket.placements, "/dev/shm/x")
+    spec = BucketSpec("run", "12", 3, True, bucket.placements, "xxh3:0", "/dev/shm/x")
     assert BucketSpec.decode(spec.encode()) == spec
 
 
 def test_report_metrics():
-    report = SyncReport("3", 2, 4 * 10**9, 1, {"gather": 0.5, "send": 1.5})
-    assert report.as_metrics() == {"sync/seconds": 2.0, "sync/bytes": 4 * 10**9, "sync/gbps": 2.0}
+    report = SyncReport("3", 2, 4 * 10**9, 1, seconds={"gather": 0.5, "total": 2.0})
+    metrics = report.as_metrics()
+    assert metrics["weight_sync/gather_seconds"] == 0.5 and metrics["weight_sync/total_seconds"] == 2.0
+    assert metrics["weight_sync/bytes"] == 4 * 10**9 and metrics["weight_sync/goodput_gbps"] == 2.0
 
 
 class Receiver:
