@@ -24,6 +24,9 @@ from dllm.models import BlockDiffusionLM, model_class
 _PER_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = re.compile(r"^(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj|gate_up_proj)(?:\.weight)?$")
 
+SHARD_BYTES = 5 << 30
+"""Size of a weights file at most; the published checkpoints have files of this size."""
+
 
 def iterate_safetensors(model_dir: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of a checkpoint directory, file by file.
@@ -129,6 +132,7 @@ def save_checkpoint(
     state: Mapping[str, Tensor],
     hf_config: Mapping[str, Any],
     dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write ``model.safetensors`` and ``config.json`` in the published per-expert layout.
 
@@ -136,13 +140,38 @@ def save_checkpoint(
         state: state dict of the model.
         hf_config: its ``architectures`` says which model this is.
         dtype: dtype to write; None keeps each tensor's. What the model's ``fp32_suffixes`` name is written in fp32.
+        shard_bytes: weights that are larger go into several files with an index, one file in memory at a time.
     """
     fp32 = model_class((hf_config.get("architectures") or ["unknown"])[0]).fp32_suffixes
     root = Path(model_dir)
     root.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for name, tensor in split_experts(state.items()):
-        target = torch.float32 if name.endswith(fp32) else dtype or tensor.dtype
-        tensors[name] = tensor.detach().to("cpu", target).contiguous().clone()
-    save_file(tensors, str(root / "model.safetensors"), metadata={"format": "pt"})
-    (root / "config.json").write_text(json.dumps(dict(hf_config), indent=2, sort_keys=True) + "\n")
+    config = root / "config.json"
+    config.write_text(json.dumps(dict(hf_config), indent=2, sort_keys=True) + "\n")
+    named = dict(split_experts(state.items()))
+    dtypes = {n: torch.float32 if n.endswith(fp32) else dtype or tensor.dtype for n, tensor in named.items()}
+    sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in named.items()}
+    shards = _shards(sizes, shard_bytes)
+    place: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {name: named[name].detach().to("cpu", dtypes[name]).contiguous().clone() for name in names}
+        save_file(tensors, str(root / file), metadata={"format": "pt"})
+        # safetensors creates files that nobody else may read; an engine may run as another user.
+        (root / file).chmod(config.stat().st_mode & 0o777)
+        place |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": place}
+        (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, grouped so that no group exceeds ``limit`` bytes unless a single tensor does."""
+    shards: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if shards[-1] and used + size > limit:
+            shards.append([])
+            used = 0
+        shards[-1].append(name)
+        used += size
+    return shards

@@ -1,0 +1,295 @@
+"""Write the policy of a training run as a Hugging Face directory.
+
+    python -m recipes.export outputs/grpo_llada2/RUN --out DIR                # its last checkpoint
+    python -m recipes.export outputs/grpo_llada2/RUN --out DIR --step best    # by held-out accuracy, or a number
+
+``rollout.generate``, stock SGLang and ``weight_sync.push`` load the directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import pickle
+import re
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from dllm.config import ConfigError, load_hf_config, read_json
+from dllm.models import model_class
+from dllm.models.checkpoint import save_checkpoint
+from recipes.console import validation_accuracy
+from recipes.records import read_metrics
+from recipes.tiny import CONFIGURATION_MODULE
+
+STEP_DIRECTORY = re.compile(r"^global_step_(\d+)$")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One step of a run.
+
+    Attributes:
+        actor: directory with the shards of the policy.
+        base: directory of the model that the run started from, if it still exists.
+    """
+
+    step: int
+    actor: Path
+    base: Path | None
+
+
+def find_checkpoint(given: str | Path, step: str = "last") -> Checkpoint:
+    """The checkpoint of a run directory, of its ``checkpoints`` directory, or of one ``global_step_N``.
+
+    Raises:
+        ConfigError: there is none, or not this one, or it was not written to its end.
+    """
+    path = Path(given)
+    if not path.is_dir():
+        raise ConfigError(f"run directory {str(given)!r} does not exist; pass one of outputs/grpo_llada2/*")
+    if match := STEP_DIRECTORY.match(path.absolute().name):
+        if step not in ("last", match[1]):
+            raise ConfigError(f"--step={step} contradicts {str(given)!r}; pass the run directory to choose a step")
+        return _checked(path, int(match[1]), path.absolute().parent)
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = {int(m[1]): d for d in root.iterdir() if d.is_dir() and (m := STEP_DIRECTORY.match(d.name))}
+    if not steps:
+        raise ConfigError(
+            f"{str(given)!r} has no checkpoint (checkpoints/global_step_*); a run writes one every trainer.save_freq steps"
+        )
+    number = _choose(root.absolute().parent, steps, step, _finished(root))
+    return _checked(steps[number], number, root)
+
+
+def _finished(root: Path) -> int | None:
+    """Step of the last checkpoint that was written to its end, as the trainer noted it; None without a note."""
+    note = root / "latest_checkpointed_iteration.txt"
+    text = note.read_text().strip() if note.is_file() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _choose(run: Path, steps: Mapping[int, Path], step: str, finished: int | None) -> int:
+    if step == "last":
+        return finished if finished in steps else max(steps)
+    if step == "best":
+        scores = {
+            record["step"]: accuracy
+            for record in read_metrics(run)
+            if record["kind"] == "validation" and (accuracy := validation_accuracy(record)) is not None
+        }
+        if not (kept := [n for n in steps if n in scores]):
+            raise ConfigError(
+                f"--step=best needs a validated checkpoint; {run} has checkpoints {sorted(steps)} and validations "
+                f"{sorted(scores)}. Use --step last or a number"
+            )
+        return max(kept, key=lambda n: (scores[n], n))
+    if not step.isdecimal() or int(step) not in steps:
+        raise ConfigError(f"--step={step} is not one of {sorted(steps)}, last or best")
+    return int(step)
+
+
+def _checked(directory: Path, step: int, root: Path) -> Checkpoint:
+    """Refuse a checkpoint that was not written to its end."""
+    finished = _finished(root)
+    actor = directory / "actor"
+    size = read_json(actor / "fsdp_config.json").get("world_size")
+    lacks = [] if size else ["fsdp_config.json"]
+    lacks += [f for r in range(size or 0) if not (actor / (f := shard_name(size, r))).is_file()]
+    lacks += [] if (actor / "huggingface" / "config.json").is_file() else ["huggingface/config.json"]
+    if lacks or (finished is not None and step > finished):
+        what = f"lacks {lacks[0]}" if lacks else f"is newer than the last complete one, {finished}"
+        raise ConfigError(f"checkpoint {directory} is unfinished: it {what}; export an earlier step with --step")
+    return Checkpoint(step, actor, _base_model(root.absolute().parent))
+
+
+def _base_model(run: Path) -> Path | None:
+    """Directory of the model that a run was started from, as its config.yaml has it."""
+    config = run / "config.yaml"
+    if not config.is_file():
+        return None
+    settings = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
+    path = ((settings.get("actor_rollout_ref") or {}).get("model") or {}).get("path")
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def shard_name(size: int, rank: int) -> str:
+    """File of one rank's part of the model, as verl's checkpoint manager names it."""
+    return f"model_world_size_{size}_rank_{rank}.pt"
+
+
+def load_shards(actor: Path) -> dict[str, Tensor]:
+    """Whole tensors of the policy, in the dtype of the trainer.
+
+    Files are mapped, not read, and no code in them runs.
+
+    Raises:
+        ConfigError: a file cannot be read, or the ranks do not fit together.
+    """
+    # torch warns that collectives on the stored mesh would fail; none are made here.
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    size = int(read_json(actor / "fsdp_config.json")["world_size"])
+    shards = []
+    for rank in range(size):
+        file = actor / shard_name(size, rank)
+        try:
+            shards.append(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            raise ConfigError(
+                f"{file} cannot be read ({error}); it was cut off or damaged, use another step"
+            ) from error
+    if any(shard.keys() != shards[0].keys() for shard in shards):
+        raise ConfigError(f"the shards of {actor} hold different tensors; the checkpoint is damaged, use another step")
+    return {name: merge(name, [shard[name] for shard in shards]) for name in shards[0]}
+
+
+def merge(name: str, parts: Sequence[Tensor]) -> Tensor:
+    """One tensor from those of all ranks, in the order of ranks.
+
+    Raises:
+        ConfigError: it is sharded in another way than FSDP's.
+    """
+    first = parts[0]
+    if not isinstance(first, DTensor):
+        return first
+    ranks = first.device_mesh.mesh
+    for placement in first.placements[:-1]:
+        if not placement.is_replicate():
+            raise ConfigError(f"tensor {name!r} is sharded by {first.placements}; only FSDP checkpoints are exported")
+        ranks = ranks[0]
+    placement = first.placements[-1]
+    local = [parts[rank]._local_tensor for rank in ranks.tolist()]
+    if placement.is_replicate():
+        return local[0]
+    if not placement.is_shard():
+        raise ConfigError(f"tensor {name!r} is sharded by {first.placements}; only FSDP checkpoints are exported")
+    whole = local[0] if len(local) == 1 else torch.cat(local, placement.dim)
+    if whole.shape != first.shape:
+        raise ConfigError(f"tensor {name!r} has shape {tuple(whole.shape)} of {tuple(first.shape)}; a shard is damaged")
+    return whole
+
+
+def check_names(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Refuse a state dict that is not that of the config's model.
+
+    Raises:
+        ConfigError: a tensor is missing, unexpected or of another shape.
+    """
+    with torch.device("meta"):
+        expected = model_class((config.get("architectures") or ["unknown"])[0]).from_hf(config).state_dict()
+    if missing := sorted(expected.keys() - state.keys()):
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, e.g. {missing[0]}; it holds no whole policy")
+    if unknown := sorted(state.keys() - expected.keys()):
+        raise ConfigError(
+            f"the checkpoint has {len(unknown)} unknown tensors, e.g. {unknown[0]}; adapters are not merged"
+        )
+    for name, tensor in expected.items():
+        if tensor.shape != state[name].shape:
+            raise ConfigError(f"tensor {name!r} has shape {tuple(state[name].shape)}, its config says {tensor.shape}")
+
+
+def export(checkpoint: Checkpoint, out: Path, dtype: str = "auto") -> dict[str, Any]:
+    """Write the policy of ``checkpoint`` to ``out``, which appears when it is complete.
+
+    Args:
+        dtype: "float32", "bfloat16", or "auto" for the one that config.json names. Routers stay in fp32.
+
+    Returns:
+        Number of tensors and bytes, and the dtype.
+
+    Raises:
+        ConfigError: ``out`` is taken, or the checkpoint is damaged.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out={str(out)!r} exists and is not empty; choose another directory")
+    trained = checkpoint.actor / "huggingface"
+    config = {k: v for k, v in load_hf_config(trained).items() if k != "transformers_version"}
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16") if dtype == "auto" else dtype
+    if name not in DTYPES:
+        raise ConfigError(f"dtype {name!r} of {trained / 'config.json'} is none of {sorted(DTYPES)}; pass --dtype")
+    config["dtype"] = name
+    state = load_shards(checkpoint.actor)
+    check_names(state, config)
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    try:
+        partial.chmod(0o777 & ~_umask())
+        modules = copy_companions(trained, checkpoint.base, partial, config)
+        save_checkpoint(partial, state, config | modules, DTYPES[name])
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return {"step": checkpoint.step, "tensors": len(state), "bytes": nbytes, "dtype": name}
+
+
+def copy_companions(trained: Path, base: Path | None, out: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy what belongs beside the weights: tokenizer, generation settings, Python classes of the architecture.
+
+    The tokenizer is the run's; the trainer does not keep the rest, which comes from the model it started from. Without
+    that, a LLaDA2 gets our configuration class, which is all that stock SGLang needs.
+
+    Returns:
+        Keys that config.json needs for the classes.
+    """
+    sources = [trained] if base is None else [trained, base]
+    for source in sources:
+        for file in sorted(source.iterdir()):
+            companion = file.suffix in (".json", ".jinja", ".py", ".model", ".txt") and "safetensors" not in file.name
+            if companion and file.name != "config.json" and not (out / file.name).exists():
+                shutil.copyfile(file, out / file.name)
+    auto_map = load_hf_config(base).get("auto_map") if base is not None else None
+    if auto_map is None and config.get("model_type") == "llada2_moe":
+        shutil.copyfile(CONFIGURATION_MODULE, out / CONFIGURATION_MODULE.name)
+        auto_map = {"AutoConfig": f"{CONFIGURATION_MODULE.stem}.LLaDA2MoeConfig"}
+    return {} if auto_map is None else {"auto_map": auto_map}
+
+
+def _umask() -> int:
+    with tempfile.TemporaryDirectory() as directory:
+        probe = Path(directory) / "probe"
+        probe.mkdir()
+        return 0o777 & ~probe.stat().st_mode
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m recipes.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("run_dir", help="directory of a run, or one of its checkpoints/global_step_N")
+    p.add_argument("--out", required=True, help="directory to write; it must not exist, or be empty")
+    p.add_argument("--step", default="last", help="last (the default), best by held-out accuracy, or a number")
+    p.add_argument(
+        "--dtype", default="auto", choices=("auto", *DTYPES), help="default: that of the model's config.json"
+    )
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    try:
+        checkpoint = find_checkpoint(args.run_dir, args.step)
+        written = export(checkpoint, Path(args.out), args.dtype)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"step {written['step']}: {written['tensors']} tensors, {written['bytes']:,} bytes, {written['dtype']}")
+    print(f"checkpoint {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
