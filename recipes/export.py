@@ -68,7 +68,8 @@ def find_checkpoint(given: str | Path, step: str = "last") -> Checkpoint:
     steps = {int(m[1]): d for d in root.iterdir() if d.is_dir() and (m := STEP_DIRECTORY.match(d.name))}
     if not steps:
         raise ConfigError(
-            f"{str(given)!r} has no checkpoint (checkpoints/global_step_*); a run writes one every trainer.save_freq steps"
+            f"{str(given)!r} has no checkpoint (checkpoints/global_step_*); a run writes one every trainer.save_freq "
+            "steps"
         )
     number = _choose(root.absolute().parent, steps, step, _finished(root))
     return _checked(steps[number], number, root)

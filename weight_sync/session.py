@@ -277,11 +277,11 @@ class Machine:
             Whether there was something to drop.
 
         Raises:
-            Refused: it is staged and being applied, or it has been committed.
+            Refused: it is staged and being applied, or the engine serves it.
         """
         session = self.session
         if session is None or session.key != key:
-            if self.committed == key:
+            if self.committed == key and self.version == key[1]:
                 raise Refused(f"version {key[1]} of run {key[0]} has been committed")
             return False
         if self.fenced:

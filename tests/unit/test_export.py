@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dllm.config import ConfigError, resolve
+from dllm.config import resolve
 from dllm.models import BlockDiffusionLM
 from dllm.models.checkpoint import iterate_safetensors, load_model, save_checkpoint
 from recipes.export import find_checkpoint, main, shard_name

@@ -205,7 +205,7 @@ class Updates(RuleBasedStateMachine):
 
 
 TestUpdates = Updates.TestCase
-TestUpdates.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestUpdates.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def through(machine: Machine, key: tuple[str, str], upto: str = "finish") -> None:
