@@ -7,6 +7,7 @@ SGLang's internals; each hook is in the module of what it changes:
     algorithm.py    our decoders behind SGLang's ``DllmAlgorithm`` interface
     finish.py       where a response stops, and the log that leaves with it
     abort.py        aborts at a block boundary
+    prefill.py      prompts in large chunks
     routing.py      experts of each token at its reveal, on request
     version.py      which weights a block was decoded with
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
@@ -17,8 +18,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Install all hooks; called once per process by SGLang's plugin loader."""
-    from rollout.plugin import abort, algorithm, cpu, finish, routing, settings, version
+    from rollout.plugin import abort, algorithm, cpu, finish, prefill, routing, settings, version
 
     cpu.prepare_environment()
-    for module in (settings, algorithm, finish, abort, routing, version, cpu):
+    for module in (settings, algorithm, prefill, finish, abort, routing, version, cpu):
         module.install()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from dllm.config import ConfigError
 from dllm.decoding import BlockBatch, SamplingBatch, SamplingParams, decoder_class, make_decoder
 from dllm.noise import sample_seed
-from rollout.plugin import routing, version
+from rollout.plugin import prefill, routing, version
 from rollout.plugin.blocklog import BlockLog, BlockRecord
 from rollout.plugin.routing import RoutingLog
 
@@ -203,13 +204,20 @@ def _get_algorithm(original: Callable, config: Any) -> Any:
 
 
 def _forward(original: Callable, worker: Any, forward_batch: Any, batch: Any = None) -> Any:
-    """Show the decoder the requests of the batch, and hand each finished block's record to its request."""
-    algorithm = worker.dllm_algorithm
-    if batch is None or not hasattr(algorithm, "requests"):
+    """One round of the scheduler: prompt chunks, then one block of everything else."""
+    if batch is None:
         return original(worker, forward_batch, batch)
-    algorithm.requests = batch.reqs
     for req in batch.reqs:
         count_cached_tokens(req)
+    return prefill.run(partial(_run_blocks, original), worker, forward_batch, batch)
+
+
+def _run_blocks(original: Callable, worker: Any, forward_batch: Any, batch: Any) -> Any:
+    """Show the decoder the requests of the batch, and hand each finished block's record to its request."""
+    algorithm = worker.dllm_algorithm
+    if not hasattr(algorithm, "requests"):
+        return original(worker, forward_batch, batch)
+    algorithm.requests = batch.reqs
     result = original(worker, forward_batch, batch)
     for req, state in zip(batch.reqs, algorithm.states, strict=False):
         if state.record is not None:

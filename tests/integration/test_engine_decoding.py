@@ -53,6 +53,18 @@ def test_batched_together(server, cases, temperature):
         assert_same(sample.trace, case.trace)
 
 
+def test_long_prompts_run_in_chunks(server, tiny, cases):
+    """A prompt of many blocks takes few passes and changes nothing, for itself or for what is decoded beside it.
+
+    The second time all of its blocks but some come from the radix cache, so that it denoises in the pass in which
+    others still read their prompts.
+    """
+    long = [tiny.case(n) for n in (200, 351, 512)]
+    for batch in (long, [long[1], *cases.values(), tiny.case(290), long[0]]):
+        for sample, case in zip(server.generate([Request.of(c) for c in batch]), batch, strict=True):
+            assert_same(sample.trace, case.trace)
+
+
 def test_greedy_and_sampled_requests_in_one_batch(server, cases):
     for sample, case in zip(server.generate([Request.of(c) for c in cases.values()]), cases.values(), strict=True):
         assert_same(sample.trace, case.trace)

@@ -33,6 +33,12 @@ def test_batched_together(synchronous, tiny, temperature):
         assert_same(sample.trace, case.trace)
 
 
+def test_long_prompts_run_in_chunks(synchronous, tiny):
+    cases = [tiny.case(n, seed_of=first_seed) for n in (351, 5, 512, 70)]
+    for (sample,), case in zip(synchronous.generate([c.prompt for c in cases], PARAMS, seed=4), cases, strict=True):
+        assert_same(sample.trace, case.trace)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_single_and_repeated(synchronous, tiny, length):
     """Without a cache the second time computes everything again; the result is the same."""
