@@ -125,6 +125,8 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
     _check_batches(config)
     _check_objective(config, dllm)
     train_files, val_files = task_files(config, recipe)
+    if not recipe.dry_run:
+        _check_prompts(config, [train_files, val_files])
     with open_dict(config):
         config.data.train_files, config.data.val_files = train_files, val_files
         config.trainer.experiment_name = directory.name
@@ -157,6 +159,7 @@ def check_engine(config: DictConfig, dllm: DllmSettings) -> preflight.Report:
         "tp_size": rollout.tensor_model_parallel_size,
         "pp_size": rollout.pipeline_model_parallel_size,
         "disable_cuda_graph": rollout.enforce_eager,
+        "mem_fraction_static": rollout.gpu_memory_utilization,
         "device": "cpu" if config.trainer.device == "cpu" else "cuda",
         **(engine_kwargs.get("sglang") or {}),
     }
@@ -175,6 +178,19 @@ def _check_lengths(config: DictConfig, report: preflight.Report) -> None:
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} leaves GRPO without a group to compare "
             "with; use at least 2"
         )
+
+
+def _check_prompts(config: DictConfig, files: Sequence[str | list[str]]) -> None:
+    """verl drops prompts that are too long if it is told to, and fails on them otherwise."""
+    from recipes.tasks.lengths import check_prompt_lengths
+    from rollout.generate import load_tokenizer
+
+    data, model = config.data, config.actor_rollout_ref.model
+    if data.filter_overlong_prompts:
+        return
+    names = [name for part in files for name in ([part] if isinstance(part, str) else part)]
+    tokenizer = load_tokenizer(model.path, bool(model.trust_remote_code))
+    check_prompt_lengths(names, tokenizer, data.max_prompt_length, config.task.name)
 
 
 def _check_batches(config: DictConfig) -> None:

@@ -178,8 +178,10 @@ def is_prompt(req: Any, block_size: int) -> bool:
 def _chunk_limit(adder: Any, req: Any, prefix: int) -> Iterator[None]:
     """While open, the adder takes a chunk of the request where it would take a block."""
     size = req.dllm_config.block_size
-    clean = 0 if req.dllm_incomplete_ids else clean_tokens(
-        req.full_untruncated_fill_ids, prefix, size, req.dllm_config.mask_id
+    clean = (
+        0
+        if req.dllm_incomplete_ids
+        else clean_tokens(req.full_untruncated_fill_ids, prefix, size, req.dllm_config.mask_id)
     )
     adder.dllm_block_size = chunk_tokens(
         clean, size, adder.rem_dllm_tokens, adder.rem_chunk_tokens, adder.rem_input_tokens, adder.rem_total_tokens

@@ -50,6 +50,16 @@ def _before_server_args(server_args: Any) -> None:
             logger.warning("preflight: %s = %r (%s)", name, value, report.reasons.get(name, "preflight"))
 
 
+def _after_deterministic_config(result: Any, scheduler: Any) -> None:
+    """Lift the alignment of prompt chunks that SGLang's deterministic mode asks for.
+
+    Its block-diffusion scheduler asserts that there is none, on the first request. Chunks here are whole blocks, each
+    a row of its own, so that their attention does not depend on the chunk.
+    """
+    if scheduler.server_args.dllm_algorithm is not None:
+        scheduler.truncation_align_size = None
+
+
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -58,3 +68,8 @@ def install() -> None:
     register_configs()
     HookRegistry.register("sglang.srt.dllm.config.DllmConfig.from_server_args", _dllm_config, HookType.AROUND)
     HookRegistry.register("sglang.srt.server_args.ServerArgs.__post_init__", _before_server_args, HookType.BEFORE)
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.init_deterministic_inference_config",
+        _after_deterministic_config,
+        HookType.AFTER,
+    )

@@ -60,6 +60,7 @@ def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[
         "pp_size": config.pipeline_model_parallel_size,
         "disable_cuda_graph": bool(config.enforce_eager),
         "quantization": config.get("quantization"),
+        "mem_fraction_static": config.gpu_memory_utilization,
         **own,
     }
     report = preflight.check_server(requested, training=True)
@@ -67,6 +68,7 @@ def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[
     # verl passes these itself, from its own keys.
     for name in ("model_path", "tp_size", "pp_size", "enable_lora", "disaggregation_mode", "quantization"):
         flags.pop(name)
+    flags.pop("mem_fraction_static")
     if settings["routing_every"]:
         flags["enable_return_routed_experts"] = True
     flags |= own | {"custom_weight_loader": [LOADER], "grammar_backend": "none"}

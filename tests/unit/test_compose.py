@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -360,3 +361,31 @@ class TestCommand:
     def test_help(self, capsys):
         assert grpo_llada2.main(["--help"]) == 0
         assert "python -m recipes.grpo_llada2" in capsys.readouterr().out
+
+
+class TestPromptLengths:
+    """Tasks whose prompts do not fit are refused before anything starts, with the length that they need."""
+
+    def arguments(self, tiny_dir, tmp_path, *more):
+        return [
+            "task.train_size=8",
+            "task.val_size=4",
+            "task.sft_size=0",
+            f"actor_rollout_ref.model.path={tiny_dir}",
+            f"recipe.output_dir={tmp_path / 'runs'}",
+            f"recipe.cache_dir={tmp_path / 'cache'}",
+            *more,
+        ]
+
+    @pytest.mark.parametrize("task", ["countdown", "gcd", "mini_sudoku", "sudoku"])
+    def test_too_long(self, tiny_dir, tmp_path, task):
+        given = self.arguments(tiny_dir, tmp_path, f"task={task}")
+        message = rf"data.max_prompt_length=64 is too short for \d+ of the 12 prompts of task={task}: the longest has"
+        with pytest.raises(ConfigError, match=message) as refusal:
+            resolve_run(given, "cpu")
+        remedy = re.search(r"set (data.max_prompt_length=\d+)", str(refusal.value))[1]
+        run = resolve_run([*given, remedy], "cpu")
+        assert remedy == f"data.max_prompt_length={run.config.data.max_prompt_length}"
+
+    def test_prompts_that_verl_drops_are_not_refused(self, tiny_dir, tmp_path):
+        resolve_run(self.arguments(tiny_dir, tmp_path, "task=gcd", "data.filter_overlong_prompts=true"), "cpu")

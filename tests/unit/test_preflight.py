@@ -8,7 +8,7 @@ import pytest
 
 from dllm.config import ConfigError
 from dllm.decoding import DECODERS
-from rollout import preflight
+from rollout import preflight, versions
 from rollout.preflight import check_server, choose_max_running_requests, cpu_kv_tokens, read_algorithm_config
 from tests.support import DATA, write_json
 
@@ -96,6 +96,7 @@ class TestRefusals:
             ("threshold: [", r"dllm_algorithm_config '.*a.yaml' is not valid YAML"),
             ("treshold: 0.9\n", r"'treshold' is not an option of SelectThenSample; valid keys are \['threshold'\]"),
             ("threshold: high\n", r"SelectThenSample option threshold='high' has the wrong type; expected float"),
+            ("block_size: big\n", r"SelectThenSample option block_size='big' has the wrong type; expected int"),
             ("threshold: 1.5\n", r"threshold=1.5 is not in \(0, 1\]; LLaDA2 uses 0.95"),
         ],
     )
@@ -134,6 +135,18 @@ class TestRefusals:
         [
             ({"pp_size": 2}, r"pp_size=2 is not supported for block diffusion; use tp_size"),
             ({"enable_lora": True}, r"enable_lora=True is not supported .*; merge the adapter"),
+            ({"lora_paths": ["a"]}, r"lora_paths=\['a'\] is not supported .*; merge the adapter"),
+            ({"speculative_algorithm": "EAGLE"}, r"speculative_algorithm='EAGLE' drafts token by token, .*; leave it"),
+            ({"enable_mixed_chunk": True}, r"enable_mixed_chunk=True is switched off by SGLang .*; leave it out"),
+            ({"enable_hierarchical_cache": True}, r"enable_hierarchical_cache=True is switched off .*; leave it out"),
+            (
+                {"enable_deterministic_inference": True},
+                r"enable_deterministic_inference=True has GPU kernels only; leave",
+            ),
+            (
+                {"decode_attention_backend": "triton"},
+                r"decode_attention_backend='triton' splits .*; set attention_back",
+            ),
             ({"disaggregation_mode": "prefill"}, r"disaggregation_mode='prefill' is not supported .*; leave it unset"),
             ({"page_size": 48}, r"page_size=48 is not a multiple of the block size 32; use one, or leave it unset"),
             ({"chunked_prefill_size": 100}, r"chunked_prefill_size=100 is not a multiple of the block size 32"),
@@ -158,6 +171,104 @@ class TestRefusals:
         )
         check_server(given)
 
+    def test_everything_is_refused_at_once(self, model, tmp_path):
+        path = tmp_path / "a.yaml"
+        path.write_text("treshold: 0.9\n")
+        given = flags(model(), dllm_algorithm_config=str(path), pp_size=2, attention_backend="flashinfer")
+        with pytest.raises(ConfigError) as caught:
+            check_server(given)
+        assert [line.split("=")[0].split(" ")[0] for line in str(caught.value).splitlines()] == [
+            "'treshold'",
+            "pp_size",
+            "attention_backend",
+        ]
+
+    @pytest.mark.parametrize(
+        ("change", "config", "message"),
+        [
+            (
+                {"torchao_config": "int8wo"},
+                {},
+                r"torchao_config='int8wo' cannot be combined with weight refresh: .*; leave",
+            ),
+            (
+                {},
+                {"quantization_config": {"quant_method": "fp8"}},
+                r"config.json quantization_config='fp8' cannot be .*",
+            ),
+        ],
+    )
+    def test_other_ways_to_quantise(self, model, change, config, message):
+        given = flags(model(**config)) | change
+        refused(message, training=True, **given)
+        check_server(given)
+
+    def test_versions_that_do_not_fit(self, model, monkeypatch):
+        monkeypatch.setitem(versions.REQUIRED, "sglang", "0.5.99")
+        refused(r"versions that do not fit: sglang 0.5.17 \(needs 0.5.99\); install the pinned ones", **flags(model()))
+
+
+class TestGpu:
+    """Settings for a GPU, planned on any machine."""
+
+    def report(self, path, gigabytes=80, training=False, **changes):
+        return check_server(flags(path, device="cuda") | changes, training=training, gpu_bytes=int(gigabytes * 1e9))
+
+    def refused(self, message, path, **changes):
+        with pytest.raises(ConfigError, match=message):
+            self.report(path, **changes)
+
+    def test_flashinfer_with_graphs(self, model):
+        report = self.report(model())
+        assert report.effective["attention_backend"] == "flashinfer" and not report.effective.get("disable_cuda_graph")
+        assert report.effective["max_running_requests"] == 128 and report.effective["page_size"] == 32
+        assert "GPU memory 80.0 GB: weights 32.5, CUDA graphs 4.5, logits of 128 blocks 7.7" in report.describe()
+
+    def test_odd_heads_take_triton_without_graphs(self, model):
+        report = self.report(model(head_dim=96))
+        assert (report.effective["attention_backend"], report.effective["disable_cuda_graph"]) == ("triton", True)
+        message = r"attention_backend='flashinfer' has no kernels for heads of 96 .*; use 'triton' with --disable-cuda"
+        self.refused(message, model(head_dim=96), attention_backend="flashinfer")
+
+    def test_deterministic_mode(self, model):
+        report = self.report(model(), enable_deterministic_inference=True)
+        assert (report.effective["attention_backend"], report.effective["disable_cuda_graph"]) == ("triton", True)
+        assert "graphs of blocks split keys by the batch" in report.reasons["disable_cuda_graph"]
+
+    @pytest.mark.parametrize("off", [{"disable_cuda_graph": True}, {"cuda_graph_backend_decode": "disabled"}])
+    def test_other_backends_without_graphs(self, model, off):
+        for name in ("triton", "fa3", "torch_native"):
+            report = self.report(model(), attention_backend=name, **off)
+            assert report.effective["attention_backend"] == name and report.memory.graphs == 0
+        self.refused(
+            r"attention_backend='trtllm_mha' does not run block", model(), attention_backend="trtllm_mha", **off
+        )
+
+    def test_no_room(self, model):
+        self.refused(
+            r"not enough GPU memory: .* GPU memory 40.0 GB: weights 32.5, .*; use more GPUs \(tp_size\), fewer running "
+            r"requests \(max_running_requests=128, 69 MB each\), or a larger card",
+            model(),
+            gigabytes=40,
+            max_running_requests=128,
+        )
+        self.report(model(), gigabytes=40, max_running_requests=16)
+
+    def test_share_too_small_for_the_weights(self, model):
+        self.refused(
+            r"mem_fraction_static=0.3 leaves no room for a KV cache of 8192 .*; raise it to at least 0.42 or",
+            model(),
+            mem_fraction_static=0.3,
+        )
+        assert self.report(model(), mem_fraction_static=0.42).memory.kv_tokens >= 8192
+
+    def test_report_for_machines(self, model):
+        made = json.loads(json.dumps(self.report(model()).as_dict()))
+        assert made["ok"] and made["effective"]["max_running_requests"] == 128
+        assert made["block_diffusion"]["mask_id"] == 156895
+        assert made["memory"]["total"] == 80e9 and made["memory"]["kv_tokens"] > 8192
+        assert {v["name"] for v in made["versions"]} == set(versions.REQUIRED)
+
 
 class TestEffectiveSettings:
     def test_an_autoregressive_model_is_left_alone(self, model):
@@ -175,6 +286,7 @@ class TestEffectiveSettings:
         assert 4096 <= effective["max_total_tokens"] <= preflight.CPU_MAX_TOTAL_TOKENS
         assert report.requested == flags(model())
         text = report.describe()
+        assert "dllm_algorithm: SelectThenSample (as asked)" in text
         for name in report.reasons:
             assert f"{name}: None -> {effective[name]} (" in text
         assert "mask_id=156895 (known architecture LLaDA2MoeModelLM)" in text
@@ -231,11 +343,21 @@ class TestEffectiveSettings:
         assert read_algorithm_config("SelectThenSample", path) == {"threshold": 0.7, "block_size": 16}
         assert read_algorithm_config("SelectThenSample", None) == {"threshold": 0.95}
 
-    def test_block_size_of_the_algorithm_file_wins(self, model, tmp_path):
+    def test_block_size_of_the_algorithm_file(self, model, tmp_path):
+        """It says again what the checkpoint says, or what the checkpoint does not say; anything else is refused."""
         path = tmp_path / "a.yaml"
         path.write_text("block_size: 16\n")
-        report = check_server(flags(model(block_size=8), dllm_algorithm_config=str(path)))
-        assert report.block_diffusion.block_size == 16
+        given = {"dllm_algorithm_config": str(path)}
+        assert check_server(flags(model(block_size=16), **given)).block_diffusion.block_size == 16
+        unnamed = model(architectures=["SDARForCausalLM"])
+        assert check_server(flags(unnamed, **given)).block_diffusion.block_size == 16
+        refused(
+            r"block_size=16 of the algorithm's options is not the 8 that .* \(config.json block_size\); leave it out",
+            **flags(model(block_size=8), **given),
+        )
+        refused(
+            r"is not the 32 that .* \(known architecture LLaDA2MoeModelLM\); leave it out", **flags(model(), **given)
+        )
 
     def test_options_of_sglangs_own_algorithms_are_not_ours_to_check(self, model, tmp_path):
         path = tmp_path / "a.yaml"

@@ -1,0 +1,59 @@
+"""A decoder's options from its YAML file: empty, misspelt and ill-typed ones are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dllm.config import ConfigError
+from dllm.decoding import check_options, decoder_class
+
+
+def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, Any]:
+    """Options of an algorithm from its YAML file, checked; ``block_size`` is allowed beside them.
+
+    Returns:
+        Options with defaults filled in for our decoders, as written for SGLang's own.
+
+    Raises:
+        ConfigError: the file is missing, empty or not a mapping, or a key is misspelt or has a wrong type.
+    """
+    options: dict[str, Any] = {}
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise ConfigError(f"dllm_algorithm_config {str(path)!r} does not exist; pass a YAML file or leave it out")
+        try:
+            loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"dllm_algorithm_config {str(path)!r} is not valid YAML: {error}") from error
+        if not isinstance(loaded, dict) or not loaded:
+            raise ConfigError(
+                f"dllm_algorithm_config {str(path)!r} is empty or not a mapping; write 'key: value' lines "
+                "(e.g. 'threshold: 0.95') or leave the flag out to use the defaults"
+            )
+        options = dict(loaded)
+    block_size = options.pop("block_size", None)
+    if block_size is not None and (isinstance(block_size, bool) or not isinstance(block_size, int)):
+        raise ConfigError(
+            f"{algorithm} option block_size={block_size!r} has the wrong type; expected int, or leave it out"
+        )
+    if is_ours(algorithm):
+        options = check_options(algorithm, options)
+    if block_size is not None:
+        options["block_size"] = block_size
+    return options
+
+
+def is_ours(algorithm: str) -> bool:
+    """Whether the name is one of our decoders or of a third party's, and not SGLang's (whose modules this one never
+    imports).
+
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    if algorithm.startswith("sglang."):
+        return False
+    return hasattr(decoder_class(algorithm), "options")

@@ -1,0 +1,33 @@
+"""The preflight's command line, which reads the server's flags with SGLang's own parser."""
+
+from __future__ import annotations
+
+import json
+
+from recipes.compose import CHECKPOINT_DIR
+from tests.support import run_module
+
+FLAGS = ("--model-path", CHECKPOINT_DIR / "tiny_llada2", "--dllm-algorithm", "SelectThenSample")
+
+
+def test_settings_are_printed():
+    done = run_module("rollout.preflight", *FLAGS, "--device", "cpu", "--no-dllm-fdfo", "--max-running-requests", "8")
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert "max_running_requests: 8 (as asked)" in lines and "dllm_fdfo: False (as asked)" in lines
+    assert "attention_backend: None -> torch_native (the CPU engine's)" in lines and lines[-1] == "preflight: ok"
+
+
+def test_everything_is_refused_at_once_and_readable_for_machines():
+    more = ("--device", "cuda", "--gpu-memory-gb", 1, "--pp-size", 2, "--page-size", 48, "--training", "--json")
+    done = run_module("rollout.preflight", *FLAGS, *more, "--max-running-requests", 1)
+    assert done.returncode == 2
+    made = json.loads(done.stdout)
+    assert made["requested"]["pp_size"] == 2 and not made["ok"]
+    assert [line.split("=")[0].split(":")[0] for line in made["refused"]] == [
+        "pp_size",
+        "page_size",
+        "max_running_requests",
+        "not enough GPU memory",
+    ]
+    assert done.stderr.count("refused: ") == 4
