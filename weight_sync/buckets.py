@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +16,13 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class Placement:
-    """Where rows of a tensor lie in their bucket: at ``offset`` bytes, from row ``start`` of the whole tensor on."""
+    """Where rows of a tensor lie in their bucket.
+
+    Attributes:
+        shape: of the rows that lie here.
+        offset: bytes from the beginning of the bucket.
+        start: the first of these rows in the whole tensor; a tensor larger than a bucket is split by rows.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -26,15 +34,67 @@ class Placement:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+
+class Source(Protocol):
+    """A tensor that is written into its bucket row by row; it need not exist as a whole before."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def write(self, out: Tensor, start: int) -> None:
+        """Fill ``out`` with the rows from ``start`` on."""
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor as a source."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    def write(self, out: Tensor, start: int) -> None:
+        out.copy_(self.tensor[start : start + len(out)] if out.dim() else self.tensor)
+
 
 @dataclass
 class Bucket:
-    """A flat uint8 buffer and what lies in it."""
+    """A flat uint8 buffer and what lies in it.
+
+    Attributes:
+        ready: event after which a device buffer is complete.
+    """
 
     index: int
     data: Tensor
     placements: list[Placement]
     last: bool = False
+    ready: Any = None
+
+    def wait(self) -> None:
+        """Block until the bytes are there."""
+        if self.ready is not None:
+            self.ready.synchronize()
 
 
 def aligned(size: int) -> int:
@@ -43,35 +103,83 @@ def aligned(size: int) -> int:
 
 
 def view(data: Tensor, placement: Placement) -> Tensor:
-    """The tensor at ``placement``, sharing memory with the bucket's ``data`` (uint8 [n])."""
-    dtype = placement.torch_dtype
-    count = 1
-    for size in placement.shape:
-        count *= size
-    return data[placement.offset : placement.offset + count * dtype.itemsize].view(dtype).view(placement.shape)
+    """The rows at ``placement``, sharing memory with the bucket's ``data`` (uint8 [n]).
 
-
-def fill_buckets(named: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Copy tensors into buckets as they come; a sender never holds more than one bucket and one tensor.
-
-    A tensor larger than ``bucket_bytes`` gets a bucket of its own. The last bucket is marked.
+    Raises:
+        ValueError: they do not lie within ``data``, or not on a boundary of ``ALIGNMENT``.
     """
-    pending: list[tuple[Placement, Tensor]] = []
+    end = placement.offset + placement.nbytes
+    if placement.offset < 0 or placement.offset % ALIGNMENT or end > data.numel():
+        raise ValueError(
+            f"tensor {placement.name!r} at bytes {placement.offset} to {end} of {data.numel()}; tensors start at "
+            f"multiples of {ALIGNMENT} and end within the bucket"
+        )
+    return data[placement.offset : end].view(placement.torch_dtype).view(placement.shape)
+
+
+Allocate = Callable[[int, int, torch.device], Tensor]
+"""(bucket number, bytes, device of its tensors) -> buffer, uint8 [bytes]."""
+
+
+def new_buffer(index: int, size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def largest_bucket(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int) -> int:
+    """Bytes of the largest bucket that ``fill_buckets`` can make of tensors of these shapes and dtypes."""
+    sizes = [
+        [aligned(prod(s) * dtype.itemsize) for _, s in _pieces(shape, dtype, bucket_bytes)] for shape, dtype in shapes
+    ]
+    total, largest = sum(map(sum, sizes)), max((max(each) for each in sizes), default=0)
+    return min(total, max(bucket_bytes, largest))
+
+
+def fill_buckets(
+    named: Iterable[tuple[str, Tensor | Source]], bucket_bytes: int, allocate: Allocate = new_buffer
+) -> Iterator[Bucket]:
+    """Copy tensors into buckets as they come; of the stream, no more is held than what the next bucket takes.
+
+    A tensor larger than ``bucket_bytes`` is split along its first dimension, if it has several; what cannot be split
+    further gets a bucket of its own. The last bucket is marked.
+    """
+    pending: list[tuple[Placement, Source]] = []
     used, index = 0, 0
 
     def flush(last: bool) -> Bucket:
-        device = pending[0][1].device if pending else "cpu"
-        data = torch.empty(used, dtype=torch.uint8, device=device)
-        for placement, tensor in pending:
-            view(data, placement).copy_(tensor)
-        return Bucket(index, data, [placement for placement, _ in pending], last)
+        device = pending[0][1].device if pending else torch.device("cpu")
+        data = allocate(index, used, device)
+        end = 0
+        for placement, source in pending:
+            if end < placement.offset:
+                # Bytes between tensors count in a checksum of the host.
+                data[end : placement.offset].zero_()
+            source.write(view(data, placement), placement.start)
+            end = placement.offset + placement.nbytes
+        if end < used:
+            data[end:].zero_()
+        ready = torch.cuda.current_stream(device).record_event() if data.is_cuda else None
+        return Bucket(index, data, [placement for placement, _ in pending], last, ready)
 
-    for name, tensor in named:
-        size = aligned(tensor.nbytes)
-        if pending and used + size > bucket_bytes:
-            yield flush(False)
-            pending, used, index = [], 0, index + 1
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        pending.append((Placement(name, tuple(tensor.shape), dtype, used), tensor))
-        used += size
+    for name, given in named:
+        source = WholeTensor(given) if isinstance(given, Tensor) else given
+        for start, shape in _pieces(source.shape, source.dtype, bucket_bytes):
+            size = aligned(prod(shape) * source.dtype.itemsize)
+            if pending and used + size > bucket_bytes:
+                yield flush(False)
+                pending, used, index = [], 0, index + 1
+            dtype = str(source.dtype).removeprefix("torch.")
+            pending.append((Placement(name, shape, dtype, used, start), source))
+            used += size
     yield flush(True)
+
+
+def _pieces(shape: tuple[int, ...], dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """(first row, shape) of the pieces of a tensor."""
+    size = prod(shape) * dtype.itemsize
+    if aligned(size) <= bucket_bytes or len(shape) < 2 or shape[0] < 2:
+        yield 0, shape
+        return
+    row = size // shape[0]
+    rows = max(1, (bucket_bytes // ALIGNMENT * ALIGNMENT) // row)
+    for start in range(0, shape[0], rows):
+        yield start, (min(rows, shape[0] - start), *shape[1:])

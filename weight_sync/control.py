@@ -5,26 +5,43 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import time
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import httpx
+import torch
 from torch import Tensor
 
-from weight_sync.messages import BucketSpec, WeightSyncError
+from weight_sync.messages import (
+    CHECKSUM,
+    RESEND,
+    Abort,
+    BucketSpec,
+    Commit,
+    Manifest,
+    Message,
+    ResendError,
+    Slots,
+    WeightSyncError,
+)
 
 LOADER = "weight_sync.loader.load"
 """Value of ``--custom-weight-loader`` and of ``load_format`` in update requests."""
 
+DRAIN = "weight_sync.drain:"
+"""Request id of a pause, followed by the seconds that running requests may take to end on their own."""
 
-def serialise(header: str, data: Tensor) -> str:
-    """One (header, tensor) pair as SGLang expects it: base64 of a pickle.
+
+def serialise(header: str, tensors: Sequence[Tensor]) -> str:
+    """A header and tensors as SGLang expects them: base64 of a pickle.
 
     A CUDA tensor travels as an IPC handle; a CPU tensor (an empty one: its bytes lie in a shared file) by value.
     """
     buffer = io.BytesIO()
-    pickler = ForkingPickler(buffer) if data.is_cuda else pickle.Pickler(buffer)
-    pickler.dump([(header, data)])
+    pickler = ForkingPickler(buffer) if tensors[0].is_cuda else pickle.Pickler(buffer)
+    pickler.dump([(header if i == 0 else "", tensor) for i, tensor in enumerate(tensors)])
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -36,21 +53,32 @@ class EngineControl:
         tp_size: tensor-parallel ranks of the engine; every rank gets its own copy of the payload.
         admin_key: value of the server's ``--admin-api-key``, if it has one.
         timeout: seconds until a call is given up.
+        drain_seconds: how long requests that run when an update begins may take to end on their own; afterwards they
+            are aborted at their next block boundary.
     """
 
-    def __init__(self, url: str, tp_size: int = 1, admin_key: str | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        tp_size: int = 1,
+        admin_key: str | None = None,
+        timeout: float = 120.0,
+        drain_seconds: float = 60.0,
+    ) -> None:
         self.url, self.tp_size = url.rstrip("/"), tp_size
+        self.timeout, self.drain_seconds = timeout, drain_seconds
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
-    def post(self, path: str, body: dict[str, Any] | None = None, **params: Any) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         """POST and return the decoded answer.
 
         Raises:
+            ResendError: a bucket was refused before any of it was used.
             WeightSyncError: the engine cannot be reached, or it answered with a failure.
         """
         try:
-            answer = self.client.post(path, json=body or {}, params=params)
+            answer = self.client.post(path, json=body or {}, timeout=timeout or self.timeout)
         except httpx.HTTPError as error:
             raise WeightSyncError(f"engine {self.url} did not answer {path}: {error!r}") from error
         try:
@@ -60,20 +88,80 @@ class EngineControl:
         failed = isinstance(decoded, dict) and decoded.get("success") is False
         if answer.status_code != 200 or failed:
             message = decoded.get("message", decoded) if isinstance(decoded, dict) else decoded
-            raise WeightSyncError(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
+            kind = ResendError if RESEND in str(message) else WeightSyncError
+            raise kind(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
         return decoded
 
-    def send_bucket(self, spec: BucketSpec, data: Tensor) -> None:
-        """Deliver one bucket; the last one flips the version and drops the KV cache of the old weights."""
-        self.post(
+    def message(self, header: Message, tensors: Sequence[Tensor] = (), version: str | None = None) -> str:
+        """Deliver a header to the loader of every tensor-parallel rank; its answer.
+
+        Each call makes its own IPC handles, because a handle that is opened twice leaks (sglang PR 4446). The cache is
+        left alone: SGLang asserts that a flush within an update succeeds, and dies if a request is still there.
+        """
+        payload = tensors or [torch.empty(0, dtype=torch.uint8)]
+        answer = self.post(
             "/update_weights_from_tensor",
             {
-                "serialized_named_tensors": [serialise(spec.encode(), data) for _ in range(self.tp_size)],
+                "serialized_named_tensors": [serialise(header.encode(), payload) for _ in range(self.tp_size)],
                 "load_format": LOADER,
-                "flush_cache": spec.last,
-                "weight_version": spec.version if spec.last else None,
+                "flush_cache": False,
+                "weight_version": version,
             },
         )
+        return str(answer.get("message", "")) if isinstance(answer, dict) else str(answer)
+
+    def pause(self) -> None:
+        """Close the engine: new requests wait, running ones end on their own or, after ``drain_seconds``, at a block
+        boundary. Only this pause is safe for block diffusion: SGLang's ``retract`` and ``in_place`` leave half-denoised
+        blocks behind."""
+        body = {"mode": "abort", "rid": f"{DRAIN}{self.drain_seconds}"}
+        self.post("/pause_generation", body, timeout=self.timeout + self.drain_seconds)
+
+    def resume(self) -> None:
+        """Let the waiting requests in."""
+        self.post("/continue_generation", {"torch_empty_cache": False})
+
+    def begin(self, manifest: Manifest) -> None:
+        """Announce an update; refused before its first byte if the engine's tensors are others."""
+        self.message(manifest)
+
+    def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
+        """Share device buffers for the rest of the update."""
+        self.message(Slots(run_id, version), buffers)
+
+    def send_bucket(self, spec: BucketSpec, data: Tensor | None = None) -> str:
+        """Deliver one bucket; returns when every rank has copied it.
+
+        Returns:
+            After the last bucket the checksum of all weights as the engine holds them, otherwise "".
+
+        Raises:
+            ResendError: it was damaged or is not the next one; nothing of it was used.
+        """
+        answer = self.message(spec, [] if data is None else [data])
+        return answer.partition(CHECKSUM)[2][:16]
+
+    def commit(self, run_id: str, version: str, checksum: str = "") -> None:
+        """After the last bucket: drop the cache of the old weights, then flip the version."""
+        deadline = time.monotonic() + self.timeout / 2
+        while True:
+            try:
+                self.message(Commit(run_id, version, checksum), version=version)
+                return
+            except ResendError:
+                # A request that was aborted may take one more round of the scheduler to leave.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
+    def abort(self, run_id: str, version: str) -> None:
+        """Give an update up; the engine releases what it holds of it."""
+        self.message(Abort(run_id, version))
+
+    def flush(self) -> None:
+        """Drop KV and radix cache, once the requests that run have ended."""
+        seconds = self.timeout / 2
+        self.post(f"/flush_cache?timeout={seconds}")
 
     def resume_memory(self, tags: list[str]) -> None:
         """Map released memory back in: "weights" or "kv_cache"."""

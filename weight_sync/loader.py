@@ -2,11 +2,18 @@
 
 Runs in every tensor-parallel worker. It never raises, because an exception there kills the scheduler; instead it
 keeps a status, which the plugin turns into the answer of the update request.
+
+An update is a manifest, buckets in order, and a commit. A bucket that is damaged or not the next one is refused before
+any of its bytes is used, and the update goes on when the right one comes. From the first copy to the commit the
+weights are a mixture, and ``LoaderState.label`` says so.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,74 +21,210 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weight_sync.buckets import view
-from weight_sync.messages import BucketSpec, LoaderStatus
+from weight_sync.checksum import MODULUS, same_checksum
+from weight_sync.messages import CHECKSUM, RESEND, Abort, BucketSpec, Commit, LoaderStatus, Manifest, Slots
+from weight_sync.target import Progress, Target
 
 logger = logging.getLogger(__name__)
 
 
+class Refused(Exception):
+    """A message was refused; nothing of it was used, and the update stays open."""
+
+
+class NoSuchUpdate(Exception):
+    """A message belongs to no open update; the one that is open, if any, stays open."""
+
+
 @dataclass
 class Session:
-    """An update in progress: which bucket is next and which tensors have arrived."""
+    """An update in progress.
+
+    Attributes:
+        received: checksums of the buckets so far.
+        slots: the sender's device buffers.
+        share: this rank's part of the checksum of all weights, after the last bucket.
+        total: the checksum, over all ranks.
+    """
 
     run_id: str
     version: str
-    next_index: int = 0
-    loaded: set[str] = field(default_factory=set)
+    progress: Progress
+    received: list[str] = field(default_factory=list)
+    slots: list[Tensor] = field(default_factory=list)
+    share: int | None = None
+    total: int | None = None
 
 
 @dataclass
 class LoaderState:
-    """State of this worker, read by the plugin after every update request."""
+    """State of this worker, read by the plugin after every update request.
+
+    Attributes:
+        label: version of the weights; ``torn:<old>-><new>`` between the first copy and the commit; None before the
+            first update.
+        committed: run id and version of the last update.
+        flush: drops the cache of the old weights; False if requests are still running. The plugin sets it.
+    """
 
     session: Session | None = None
     status: LoaderStatus | None = None
+    label: str | None = None
+    committed: tuple[str, str] | None = None
+    target: Target | None = None
+    model: Callable[[], Any] = lambda: None
+    flush: Callable[[], bool] = lambda: True
 
 
 STATE = LoaderState()
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load one bucket: a single (header, bytes) pair (see ``weight_sync.messages.BucketSpec``)."""
+    """Handle one message: its header (see ``weight_sync.messages``) and the tensors that travel along."""
     try:
-        [(header, data)] = named_tensors
-        STATE.status = _load(model, BucketSpec.decode(header), data)
+        header = named_tensors[0][0]
+        raw = json.loads(header)
+        STATE.status = HANDLERS[raw["kind"]](model, raw, [tensor for _, tensor in named_tensors])
+    except Refused as error:
+        STATE.status = LoaderStatus(False, str(error), resend=True)
+    except NoSuchUpdate as error:
+        STATE.status = LoaderStatus(False, f"{error}; start over")
     except Exception as error:
         logger.exception("weight update failed")
         STATE.session = None
-        STATE.status = LoaderStatus(False, f"{type(error).__name__}: {error}")
+        STATE.status = LoaderStatus(False, f"{type(error).__name__}: {error}; start over")
+    STATE.status.label = STATE.label
 
 
-def _load(model: Any, spec: BucketSpec, data: Tensor) -> LoaderStatus:
+def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
+    """Success and message of the whole engine, from the statuses of its ranks; the same on every rank.
+
+    After the last bucket the message is ``checksum: <16 hex digits>`` of all weights over all ranks.
+    """
+    for rank, status in enumerate(statuses):
+        if status is None or not status.ok:
+            resend = RESEND if status and status.resend else ""
+            return False, f"{resend}rank {rank}: {status.message if status else 'the loader did not run'}"
+    shares = [status.checksum for status in statuses if status is not None and status.checksum is not None]
+    if STATE.session is None or len(shares) != len(statuses):
+        return True, statuses[0].message if statuses and statuses[0] else ""
+    STATE.session.total = sum(shares) % MODULUS
+    return True, f"{CHECKSUM}{STATE.session.total:016x}"
+
+
+def target_of(model: Any) -> Target:
+    """The model's target, made once."""
+    if STATE.target is None or STATE.model() is not model:
+        rank, size = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        STATE.target, STATE.model = Target(model, rank, size), weakref.ref(model)
+    return STATE.target
+
+
+def _session(run_id: str, version: str, what: str) -> Session:
+    """The open update.
+
+    Raises:
+        NoSuchUpdate: it is another one, or none.
+    """
     session = STATE.session
-    if spec.index == 0:
-        session = STATE.session = Session(spec.run_id, spec.version)
-    if session is None or (session.run_id, session.version) != (spec.run_id, spec.version):
-        return LoaderStatus(False, f"bucket {spec.index} of version {spec.version} has no open update; start over")
-    if spec.index != session.next_index:
-        return LoaderStatus(False, f"bucket {spec.index} arrived where {session.next_index} was due; start over")
-    if spec.file is not None:
-        data = torch.from_numpy(np.memmap(spec.file, dtype=np.uint8, mode="r+"))
-    named = [(placement.name, view(data, placement)) for placement in spec.placements]
-    if repeated := session.loaded.intersection(name for name, _ in named):
-        return LoaderStatus(False, f"tensor {min(repeated)!r} arrived twice")
-    with torch.no_grad():
-        model.load_weights(iter(named))
-    if data.is_cuda:
-        # The sender reuses its buffer as soon as it is told of success.
-        torch.cuda.synchronize(data.device)
-    session.loaded.update(name for name, _ in named)
-    session.next_index += 1
+    if session is None or (session.run_id, session.version) != (run_id, version):
+        raise NoSuchUpdate(f"{what} of version {version} has no open update")
+    return session
+
+
+def _begin(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+    manifest, target = Manifest.from_dict(raw), target_of(model)
+    if manifest.digest != target.digest:
+        wrong = sorted(set(manifest.tensors).symmetric_difference(target.layout.tensors()))
+        raise NoSuchUpdate(f"{len(wrong)} tensors of the manifest are not those of this engine, e.g. {wrong[0]}")
+    if manifest.base_version is not None and STATE.label not in (None, manifest.base_version):
+        raise NoSuchUpdate(f"the engine holds {STATE.label}, not the base version {manifest.base_version}")
+    session = STATE.session
+    if session is None or (session.run_id, session.version) != (manifest.run_id, manifest.version):
+        STATE.session = Session(manifest.run_id, manifest.version, Progress(target))
+    _synchronize(target)
+    return LoaderStatus(True)
+
+
+def _slots(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+    message = Slots.from_dict(raw)
+    # Kept for the whole update: mapping another process's memory takes milliseconds.
+    _session(message.run_id, message.version, "buffers").slots = tensors
+    return LoaderStatus(True)
+
+
+def _bucket(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+    spec = BucketSpec.from_dict(raw)
+    session = _session(spec.run_id, spec.version, f"bucket {spec.index}")
+    progress = session.progress
+    if spec.index < len(session.received) and session.received[spec.index] == spec.checksum:
+        return LoaderStatus(True, "duplicate", checksum=session.share)
+    if spec.index != len(session.received) or session.share is not None:
+        raise Refused(f"bucket {spec.index} arrived where {len(session.received)} was due")
+    data = _bytes(spec, session, tensors[0])
+    if data.numel() != spec.nbytes:
+        raise Refused(f"bucket {spec.index} has {data.numel()} bytes, {spec.nbytes} were sent")
+    if not same_checksum(data, spec.placements, spec.checksum):
+        raise Refused(f"bucket {spec.index} was damaged on the way")
+    pieces = progress.check(spec.placements, data)
+    STATE.label = _torn(spec.version)
+    progress.copy(pieces)
     if spec.last:
+        session.share = progress.finish()
+    # The sender reuses its buffer as soon as it is told of success.
+    _synchronize(progress.target)
+    session.received.append(spec.checksum)
+    return LoaderStatus(True, tensors=len(pieces), nbytes=data.numel(), checksum=session.share)
+
+
+def _bytes(spec: BucketSpec, session: Session, along: Tensor) -> Tensor:
+    if spec.slot is not None:
+        if spec.slot >= len(session.slots):
+            raise Refused(f"bucket {spec.index} lies in buffer {spec.slot}, which was not announced")
+        return session.slots[spec.slot][: spec.nbytes]
+    if spec.file is None:
+        return along
+    try:
+        return torch.from_numpy(np.fromfile(spec.file, dtype=np.uint8))
+    except OSError as error:
+        raise Refused(f"bucket {spec.index} cannot be read from {spec.file}: {error.strerror}") from error
+
+
+def _torn(version: str) -> str:
+    before = STATE.label or "start"
+    if before.startswith("torn:"):
+        before = before.removeprefix("torn:").partition("->")[0]
+    return f"torn:{before}->{version}"
+
+
+def _commit(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+    commit = Commit.from_dict(raw)
+    key = (commit.run_id, commit.version)
+    if STATE.session is None and STATE.committed == key:
+        return LoaderStatus(True, "duplicate")
+    session = _session(*key, "the commit")
+    if session.total is None:
+        raise NoSuchUpdate(f"version {commit.version} is not complete: {len(session.received)} buckets arrived")
+    if commit.checksum and f"{session.total:016x}" != commit.checksum:
+        raise ValueError(f"the engine's weights have checksum {session.total:016x}, the sender's {commit.checksum}")
+    if not STATE.flush():
+        raise Refused(f"version {commit.version} cannot take over while requests are running")
+    STATE.session, STATE.committed, STATE.label = None, key, session.version
+    return LoaderStatus(True)
+
+
+def _abort(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+    message = Abort.from_dict(raw)
+    if STATE.session is not None and (STATE.session.run_id, STATE.session.version) == (message.run_id, message.version):
         STATE.session = None
-        missing = expected_names(model) - session.loaded
-        if missing:
-            return LoaderStatus(False, f"{len(missing)} tensors never arrived, e.g. {min(missing)!r}")
-    return LoaderStatus(True, tensors=len(named), nbytes=data.numel())
+    return LoaderStatus(True)
 
 
-def expected_names(model: Any) -> set[str]:
-    """Checkpoint names of everything the engine's model holds."""
-    from weight_sync.layout import CheckpointLayout
+def _synchronize(target: Target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
 
-    return set(CheckpointLayout.from_config(model.config.to_dict()).specs)
+
+HANDLERS = {"begin": _begin, "slots": _slots, "bucket": _bucket, "commit": _commit, "abort": _abort}

@@ -18,11 +18,15 @@ class WeightSyncError(RuntimeError):
 
 
 class ResendError(WeightSyncError):
-    """One bucket was refused before any of it was used; the update goes on when the right one is sent."""
+    """A message was refused before any of it was used; the update goes on when the right one is sent."""
 
 
 RESEND = "resend: "
 """Beginning of a loader's message that is a ``ResendError``."""
+
+
+CHECKSUM = "checksum: "
+"""Beginning of the answer to the last bucket; 16 hex digits follow."""
 
 
 class Message:
@@ -123,12 +127,17 @@ class BucketSpec(Message):
 
 @dataclass(frozen=True)
 class Commit(Message):
-    """All buckets are in and the old cache is gone: from now on samples carry the new version."""
+    """All buckets are in and the old cache is gone: from now on samples carry the new version.
+
+    Attributes:
+        checksum: of all weights as the sender sent them, 16 hex digits; "" does not compare.
+    """
 
     kind = "commit"
 
     run_id: str
     version: str
+    checksum: str = ""
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class LoaderStatus:
     """What the loader of one tensor-parallel rank did with a message.
 
     Attributes:
-        resend: nothing of the bucket was used; the same update goes on when the right one comes.
+        resend: nothing of the message was used; the same update goes on when the right one comes.
         checksum: this rank's share of the checksum of everything the engine holds, after the last bucket.
         label: version of the weights after the message; ``torn:<old>-><new>`` while they are a mixture, None if no
             update has touched them.
@@ -169,8 +178,10 @@ class SyncReport:
         tensors: on the wire (experts fused per layer).
         resent: buckets that had to be sent again.
         checksum: of the weights, equal on the trainer and on every engine ("" if it was not computed).
-        seconds: "gather" (source to bucket), "checksum", "transfer" (the engine's copies included), "pause", "finish"
-            (cache and version), "resume", "total" (wall time; gather and transfer overlap).
+        seconds: by stage, in the order of time: "pause" (running requests end), "stream" (first tensor to last
+            bucket, read back and compared), "finish" (cache and version), "resume"; "total" is all of it. Within
+            "stream", and partly at the same time: "gather" (source to bucket), "checksum", "transfer" (the engine's
+            copies included).
     """
 
     version: str

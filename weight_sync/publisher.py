@@ -4,17 +4,54 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from weight_sync.buckets import fill_buckets
-from weight_sync.control import EngineControl
+from weight_sync.buckets import Bucket, fill_buckets, largest_bucket
+from weight_sync.checksum import MODULUS, host_checksum, name_factor, placement_sums, sums_checksum
 from weight_sync.layout import CheckpointLayout
-from weight_sync.messages import BucketSpec, SyncReport
-from weight_sync.transports import Transport
+from weight_sync.messages import BucketSpec, Manifest, ResendError, SyncReport, WeightSyncError
+from weight_sync.transports import Engine, Transport, fan_out
 
-DEFAULT_BUCKET_BYTES = 512 << 20
+DEFAULT_BUCKET_BYTES = 1 << 30
+
+ATTEMPTS = 3
+"""How often a bucket is sent that arrives damaged."""
+
+STAGES = ("pause", "gather", "checksum", "transfer", "stream", "finish", "resume")
+
+Named = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
+
+
+@dataclass
+class EngineStatus:
+    """What the publisher knows of an engine.
+
+    Attributes:
+        version: the last complete one.
+        error: why the last update failed; None after a success.
+        closed: the engine may hold a mixture and takes no requests until a complete resend.
+    """
+
+    version: str | None = None
+    error: str | None = None
+    closed: bool = False
+
+
+@dataclass
+class _Update:
+    """An update on its way."""
+
+    manifest: Manifest
+    engines: list[Engine]
+    report: SyncReport
+    checksum: int = 0
+    answers: list[str] = field(default_factory=list)
+    touched: bool = False
 
 
 class WeightPublisher:
@@ -24,46 +61,172 @@ class WeightPublisher:
         layout: what the engines need.
         transport: how the bytes travel.
         engines: where they go.
-        bucket_bytes: size of a bucket; the sender holds one at a time.
+        bucket_bytes: size of a bucket; the sender holds two at most: one that fills, one on its way.
+        rounded_router: see ``CheckpointLayout.normalise``.
     """
 
     def __init__(
         self,
         layout: CheckpointLayout,
         transport: Transport,
-        engines: Sequence[EngineControl],
+        engines: Sequence[Engine],
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        *,
+        rounded_router: bool = False,
     ) -> None:
         self.layout, self.transport, self.engines = layout, transport, list(engines)
+        self.rounded_router = rounded_router
         self.bucket_bytes = bucket_bytes
+        shapes = [(spec.shape, spec.dtype) for spec in layout.wire.values()]
+        self.buffer_bytes = largest_bucket(shapes, bucket_bytes)
+        self._status: dict[str, EngineStatus] = {}
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="weight_sync")
 
-    def publish(self, named_tensors: Iterable[tuple[str, Tensor]], version: str) -> SyncReport:
+    def publish(self, named_tensors: Named, version: str | int) -> SyncReport:
         """Send all tensors of ``named_tensors`` as ``version``.
 
-        The engines must be idle. On success every engine holds exactly these weights, its KV cache is empty and
-        new samples carry ``version``.
+        Engines take no requests from the first byte to the commit. On success every engine holds exactly these weights
+        (read back and compared), its cache of the old ones is gone and new samples carry ``version``. A mapping or a
+        list is checked as a whole before the engines hear of it; tensors of a generator are checked as they come.
 
         Raises:
-            LayoutError: a tensor is missing, unexpected or mis-shaped.
-            WeightSyncError: an engine refused or did not answer; it holds a mixture and must get a full resend.
+            LayoutError: a tensor is missing, unexpected, duplicate, mis-shaped or mis-typed.
+            WeightSyncError: an engine refused or did not answer.
+
+            An engine that has taken bytes by then stays closed until another ``publish``; any other goes on with its
+            old weights. ``status`` says which.
         """
-        run_id = uuid.uuid4().hex
-        report = SyncReport(str(version), seconds={"gather": 0.0, "send": 0.0})
-        clock = time.perf_counter()
-        for bucket in fill_buckets(self.layout.normalise(named_tensors), self.bucket_bytes):
-            now = time.perf_counter()
-            report.seconds["gather"] += now - clock
-            spec = BucketSpec(run_id, str(version), bucket.index, bucket.last, bucket.placements)
-            self.transport.send(bucket, spec, self.engines)
-            report.tensors += len(bucket.placements)
-            report.nbytes += bucket.data.numel()
-            report.buckets += 1
-            clock = time.perf_counter()
-            report.seconds["send"] += clock - now
-        report.seconds["total"] = sum(report.seconds.values())
+        return self._publish(named_tensors, str(version), self.engines)
+
+    def rejoin(
+        self, engine: Engine, named_tensors: Named | None = None, version: str | int | None = None
+    ) -> SyncReport | None:
+        """Take an engine in, new or after a restart; without tensors it waits for the next ``publish``.
+
+        With tensors it gets them now as ``version``, and the other engines are left alone.
+
+        Raises:
+            LayoutError, WeightSyncError: as ``publish``; the engine is not part of later updates then.
+        """
+        report = None
+        if named_tensors is not None:
+            report = self._publish(named_tensors, str(version), [engine])
+        if engine not in self.engines:
+            self.engines.append(engine)
         return report
 
+    def status(self) -> dict[str, EngineStatus]:
+        """Outcome of the last update by engine address."""
+        return {engine.url: self._status.get(engine.url, EngineStatus()) for engine in self.engines}
+
     def close(self) -> None:
+        self._sender.shutdown()
         self.transport.close()
         for engine in self.engines:
             engine.close()
+
+    def _publish(self, named: Named, version: str, engines: list[Engine]) -> SyncReport:
+        report = SyncReport(version, seconds=dict.fromkeys(STAGES, 0.0))
+        started = time.perf_counter()
+        if isinstance(named, Mapping):
+            named = list(named.items())
+        if isinstance(named, Sequence):
+            known = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named)
+            self.layout.check(known, rounded_router=self.rounded_router)
+        manifest = Manifest(uuid.uuid4().hex, version, self.layout.tensors(), self.layout.nbytes)
+        update = _Update(manifest, engines, report)
+        try:
+            with timed(report, "pause"):
+                fan_out(engines, lambda engine: engine.pause())
+                fan_out(engines, lambda engine: engine.begin(manifest))
+            with timed(report, "stream"):
+                self._stream(named, update)
+            with timed(report, "finish"):
+                self._finish(update)
+            with timed(report, "resume"):
+                fan_out(engines, lambda engine: engine.resume())
+        except BaseException as error:
+            self._failed(update, error)
+            raise
+        finally:
+            self.transport.release()
+        for engine in engines:
+            self._status[engine.url] = EngineStatus(version)
+        report.seconds["total"] = time.perf_counter() - started
+        return report
+
+    def _stream(self, named: Iterable[tuple[str, Tensor]], update: _Update) -> None:
+        """Fill buckets while the one before is on its way."""
+        tensors = self.layout.normalise(named, rounded_router=self.rounded_router)
+        allocate = lambda index, size, device: self.transport.buffer(index, size, self.buffer_bytes, device)
+        buckets = fill_buckets(tensors, self.bucket_bytes, allocate)
+        on_its_way: Future[None] | None = None
+        try:
+            while True:
+                with timed(update.report, "gather"):
+                    bucket = next(buckets, None)
+                if on_its_way is not None:
+                    on_its_way.result()
+                if bucket is None:
+                    return
+                on_its_way = self._sender.submit(self._send, bucket, update)
+        finally:
+            if on_its_way is not None:
+                with suppress(WeightSyncError):
+                    on_its_way.result()
+
+    def _send(self, bucket: Bucket, update: _Update) -> None:
+        report, manifest = update.report, update.manifest
+        with timed(report, "checksum"):
+            bucket.wait()
+            sums = placement_sums(bucket.data, bucket.placements)
+            on_host = bucket.data.device.type == "cpu"
+            checksum = host_checksum(bucket.data) if on_host else sums_checksum(bucket.placements, sums)
+            for placement, value in zip(bucket.placements, sums, strict=True):
+                update.checksum = (update.checksum + name_factor(placement.name) * value) % MODULUS
+        spec = BucketSpec(manifest.run_id, manifest.version, bucket.index, bucket.last, bucket.placements, checksum)
+        spec.nbytes = bucket.data.numel()
+        update.touched = True
+        with timed(report, "transfer"):
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    update.answers = self.transport.send(bucket, spec, update.engines)
+                    break
+                except ResendError:
+                    report.resent += 1
+                    if attempt == ATTEMPTS:
+                        raise
+        report.tensors += sum(placement.start == 0 for placement in bucket.placements)
+        report.nbytes += bucket.data.numel()
+        report.buckets += 1
+
+    def _finish(self, update: _Update) -> None:
+        """Commit on all engines, once all of them hold what was sent."""
+        expected = update.report.checksum = f"{update.checksum:016x}"
+        for engine, held in zip(update.engines, update.answers, strict=True):
+            if held != expected:
+                raise WeightSyncError(
+                    f"engine {engine.url} holds weights with checksum {held or 'unknown'}, the trainer sent {expected}"
+                )
+        manifest = update.manifest
+        fan_out(update.engines, lambda engine: engine.commit(manifest.run_id, manifest.version, expected))
+
+    def _failed(self, update: _Update, error: BaseException) -> None:
+        for engine in update.engines:
+            status = self._status.setdefault(engine.url, EngineStatus())
+            status.error = repr(error)
+            status.closed |= update.touched
+            with suppress(WeightSyncError):
+                engine.abort(update.manifest.run_id, update.manifest.version)
+                if not status.closed:
+                    engine.resume()
+
+
+@contextmanager
+def timed(report: SyncReport, stage: str) -> Iterator[None]:
+    """Add the seconds of the block to a stage of the report."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[stage] += time.perf_counter() - began

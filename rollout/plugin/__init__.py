@@ -10,6 +10,7 @@ SGLang's internals; each hook is in the module of what it changes:
     prefill.py      prompts in large chunks
     routing.py      experts of each token at its reveal, on request
     version.py      which weights a block was decoded with
+    fence.py        closing the engine for a weight refresh
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
 """
 
@@ -18,8 +19,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Install all hooks; called once per process by SGLang's plugin loader."""
-    from rollout.plugin import abort, algorithm, cpu, finish, prefill, routing, settings, version
+    from rollout.plugin import abort, algorithm, cpu, fence, finish, prefill, routing, settings, version
 
     cpu.prepare_environment()
-    for module in (settings, algorithm, prefill, finish, abort, routing, version, cpu):
+    for module in (settings, algorithm, prefill, finish, abort, routing, version, fence, cpu):
         module.install()

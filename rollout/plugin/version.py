@@ -27,29 +27,38 @@ def set_current(version: str) -> None:
 def _after_update(result: Any, manager: Any, request: Any) -> None:
     if getattr(request, "load_format", None) == LOADER:
         _report_loader(result, manager)
+        return
     version = getattr(request, "weight_version", None)
     if getattr(result, "success", False) and version is not None:
+        from weight_sync.loader import STATE
+
         set_current(str(version))
+        STATE.label = str(version)
+
+
+def _before_loader(manager: Any, request: Any) -> None:
+    """Let the loader drop the cache itself: SGLang asserts that this succeeds, and dies if a request is still there."""
+    from weight_sync.loader import STATE
+
+    STATE.flush = lambda: manager.is_fully_idle() and manager.flush_cache(empty_cache=False)
 
 
 def _report_loader(result: Any, manager: Any) -> None:
     """Turn the status our loader left on every tensor-parallel rank into the answer of the request.
 
-    SGLang answers for rank 0 only, and always with success when a custom loader returns.
+    SGLang answers for rank 0 only, and always with success when a custom loader returns. Blocks that are decoded while
+    weights arrive carry the loader's label, which is no version.
     """
     import torch
 
-    from weight_sync.loader import STATE
+    from weight_sync import loader
 
     size = torch.distributed.get_world_size(manager.tp_cpu_group)
     statuses: list[Any] = [None] * size
-    torch.distributed.all_gather_object(statuses, STATE.status, group=manager.tp_cpu_group)
-    STATE.status = None
-    for rank, status in enumerate(statuses):
-        if status is None or not status.ok:
-            result.success = False
-            result.message = f"rank {rank}: {status.message if status else 'the loader did not run'}"
-            return
+    torch.distributed.all_gather_object(statuses, loader.STATE.status, group=manager.tp_cpu_group)
+    result.success, result.message = loader.answer(statuses)
+    if loader.STATE.label is not None:
+        set_current(loader.STATE.label)
 
 
 def _after_scheduler_init(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +71,7 @@ def install() -> None:
     manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     for source in ("disk", "distributed", "tensor", "ipc"):
         HookRegistry.register(f"{manager}.update_weights_from_{source}", _after_update, HookType.AFTER)
+    HookRegistry.register(f"{manager}.update_weights_from_tensor", _before_loader, HookType.BEFORE)
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_diffusion_llm", _after_scheduler_init, HookType.AFTER
     )

@@ -1,11 +1,10 @@
-"""Weight refresh without an engine: layout, buckets, messages, the loader's state machine, publisher, control."""
+"""Weight refresh without an engine, the trainer's side: layout, buckets, messages, publisher, control."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
 
 import httpx
 import pytest
@@ -14,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm.models.checkpoint import split_experts
-from tests.support import DATA, small_config, small_model
+from tests.support import DATA, small_model
+from tests.unit.receiver import LocalEngine, Receiver
 from weight_sync import loader
-from weight_sync.buckets import ALIGNMENT, Bucket, fill_buckets, view
+from weight_sync.buckets import ALIGNMENT, fill_buckets, largest_bucket, new_buffer, view
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import BucketSpec, SyncReport, WeightSyncError
+from weight_sync.messages import BucketSpec, Manifest, SyncReport, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.shm import SharedMemoryTransport
 
@@ -48,11 +48,56 @@ class TestLayout:
         assert sum(s.nbytes // s.dtype.itemsize * 2 for s in layout.specs.values()) == 32_511_286_784
 
     def test_wire_dtypes(self):
-        sent = dict(CheckpointLayout(small_model(), torch.bfloat16).normalise(small_model().state_dict().items()))
+        sent = self.arrived(CheckpointLayout(small_model(), torch.bfloat16), small_model().state_dict().items())
         for name, tensor in sent.items():
             fp32 = name.endswith(("mlp.gate.weight", "mlp.gate.expert_bias"))
             assert tensor.dtype == (torch.float32 if fp32 else torch.bfloat16), name
         assert torch.equal(sent["lm_head.weight"], small_model().lm_head.weight.bfloat16())
+
+    def arrived(self, layout, named, size=1 << 30) -> dict[str, torch.Tensor]:
+        """What a receiver finds in the buckets, pieces put together."""
+        whole: dict[str, list[torch.Tensor]] = {}
+        for bucket in fill_buckets(layout.normalise(named), size):
+            for placement in bucket.placements:
+                whole.setdefault(placement.name, []).append(view(bucket.data, placement))
+        return {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in whole.items()}
+
+    def per_projection(self):
+        for name, tensor in small_model().state_dict().items():
+            if name.endswith("experts.gate_up_proj"):
+                gate, up = tensor.chunk(2, 1)
+                yield name.replace("gate_up_proj", "up_proj"), up
+                yield name.replace("gate_up_proj", "gate_proj"), gate
+            else:
+                yield name, tensor
+
+    @pytest.mark.parametrize("size", [300, 4096, 1 << 30])
+    def test_every_published_layout_of_the_experts(self, size):
+        """One by one, per projection, gate and up fused: the same tensors arrive, and the order does not matter."""
+        layout, expected = CheckpointLayout(small_model(), torch.float32), small_model().state_dict()
+        per_expert = list(split_experts(expected.items()))
+        for named in (expected.items(), reversed(per_expert), self.per_projection()):
+            arrived = self.arrived(layout, named, size)
+            assert arrived.keys() == expected.keys()
+            assert all(torch.equal(arrived[name], tensor) for name, tensor in expected.items())
+
+    def test_a_name_in_two_layouts(self):
+        named = [*small_model().state_dict().items(), *self.per_projection()]
+        with pytest.raises(LayoutError, match="is sent twice"):
+            list(CheckpointLayout(small_model(), torch.float32).normalise(named))
+
+    @pytest.mark.parametrize("suffix", ["mlp.gate.weight", "mlp.gate.expert_bias"])
+    def test_a_rounded_router(self, suffix):
+        layout = CheckpointLayout(small_model(), torch.float32)
+        rounded = [(n, t.bfloat16() if n.endswith(suffix) else t) for n, t in small_model().state_dict().items()]
+        with pytest.raises(LayoutError, match="has dtype torch.bfloat16, the engine needs torch.float32: a rounded"):
+            list(layout.normalise(rounded))
+        assert len(list(layout.normalise(rounded, rounded_router=True))) == len(layout.wire)
+
+    def test_an_integer_tensor(self):
+        named = [(n, t.int() if n == "lm_head.weight" else t) for n, t in small_model().state_dict().items()]
+        with pytest.raises(LayoutError, match="'lm_head.weight' has dtype torch.int32, the engine needs torch.float32"):
+            list(CheckpointLayout(small_model(), torch.float32).normalise(named))
 
     def sent(self, edit):
         state = dict(small_model().state_dict())
@@ -99,15 +144,22 @@ def test_buckets_hold_every_tensor_and_stay_below_their_size(shapes, limit):
     buckets = list(fill_buckets(tensors.items(), limit))
     assert [b.index for b in buckets] == list(range(len(buckets)))
     assert [b.last for b in buckets] == [False] * (len(buckets) - 1) + [True]
-    seen = []
+    largest = largest_bucket([(tuple(shape), dtype) for shape, dtype in shapes], limit)
+    pieces: dict[str, list[torch.Tensor]] = {}
+    rows: dict[str, int] = {}
     for bucket in buckets:
         assert bucket.data.numel() <= limit or len(bucket.placements) == 1
+        assert bucket.data.numel() <= largest
         for placement in bucket.placements:
             assert placement.offset % ALIGNMENT == 0
-            got, expected = view(bucket.data, placement), tensors[placement.name]
-            assert got.dtype == expected.dtype and torch.equal(got, expected)
-            seen.append(placement.name)
-    assert seen == list(tensors)
+            assert placement.start == rows.get(placement.name, 0), "rows come in order"
+            got = view(bucket.data, placement)
+            assert got.dtype == tensors[placement.name].dtype
+            rows[placement.name] = placement.start + (len(got) if got.dim() else 1)
+            pieces.setdefault(placement.name, []).append(got)
+    assert list(pieces) == list(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(torch.cat(pieces[name]) if len(pieces[name]) > 1 else pieces[name][0], tensor)
 
 
 def test_a_sender_holds_one_bucket_at_a_time():
@@ -130,6 +182,13 @@ def test_header_round_trip():
     assert BucketSpec.decode(spec.encode()) == spec
 
 
+def test_manifest_round_trip():
+    manifest = Manifest("run", "12", (("a", (2, 3), "float32"), ("b", (), "bfloat16")), 26, "11")
+    assert Manifest.decode(manifest.encode()) == manifest
+    assert manifest.digest == Manifest("other", "1", tuple(reversed(manifest.tensors)), 26).digest
+    assert manifest.digest != Manifest("run", "12", (("a", (3, 2), "float32"), manifest.tensors[1]), 26).digest
+
+
 def test_report_metrics():
     report = SyncReport("3", 2, 4 * 10**9, 1, seconds={"gather": 0.5, "total": 2.0})
     metrics = report.as_metrics()
@@ -137,155 +196,170 @@ def test_report_metrics():
     assert metrics["weight_sync/bytes"] == 4 * 10**9 and metrics["weight_sync/goodput_gbps"] == 2.0
 
 
-class Receiver:
-    """Stands for the engine's model: remembers what it was given."""
+class Loopback:
+    """Transport into a loader of this process; counts the buffers that are not free."""
 
     def __init__(self) -> None:
-        self.config = self
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.failure: Exception | None = None
+        self.released = 0
 
-    def to_dict(self) -> dict:
-        return {"architectures": ["LLaDA2MoeModelLM"], **asdict(small_config())}
+    def buffer(self, index, size, largest, device):
+        assert size <= largest
+        return new_buffer(index, size, device)
 
-    def load_weights(self, named) -> None:
-        if self.failure is not None:
-            raise self.failure
-        self.tensors.update((name, tensor.clone()) for name, tensor in named)
+    def send(self, bucket, spec, engines):
+        return [engine.send_bucket(spec, bucket.data) for engine in engines]
+
+    def release(self):
+        self.released += 1
+
+    def close(self): ...
 
 
 @pytest.fixture
-def receiver(monkeypatch) -> Receiver:
+def layout() -> CheckpointLayout:
+    return CheckpointLayout(small_model(), torch.float32)
+
+
+@pytest.fixture
+def engine(monkeypatch, layout) -> LocalEngine:
     monkeypatch.setattr(loader, "STATE", loader.LoaderState())
-    return Receiver()
+    return LocalEngine(Receiver({name: spec.shape for name, spec in layout.wire.items()}))
 
 
-def parts(version: str = "1", run: str = "run", size: int = 4096) -> list[tuple[BucketSpec, torch.Tensor]]:
-    layout = CheckpointLayout(small_model(), torch.float32)
-    buckets = fill_buckets(layout.normalise(small_model().state_dict().items()), size)
-    return [(BucketSpec(run, version, b.index, b.last, b.placements), b.data) for b in buckets]
-
-
-def deliver(receiver: Receiver, spec: BucketSpec, data: torch.Tensor):
-    loader.load(receiver, [(spec.encode(), data)])
-    return loader.STATE.status
-
-
-class TestLoader:
-    def test_a_complete_update(self, receiver):
-        update = parts()
-        assert len(update) > 5
-        for spec, data in update:
-            status = deliver(receiver, spec, data)
-            assert status.ok and status.tensors == len(spec.placements) and status.nbytes == data.numel()
-        expected = dict(split_experts(small_model().state_dict().items()))
-        assert receiver.tensors.keys() == expected.keys()
-        assert all(torch.equal(receiver.tensors[n], t) for n, t in expected.items())
-        assert loader.STATE.session is None
-
-    def test_a_bucket_out_of_order(self, receiver):
-        update = parts()
-        deliver(receiver, *update[0])
-        status = deliver(receiver, *update[2])
-        assert not status.ok and status.message == "bucket 2 arrived where 1 was due; start over"
-
-    def test_a_bucket_without_a_beginning(self, receiver):
-        status = deliver(receiver, *parts()[1])
-        assert not status.ok and status.message == "bucket 1 of version 1 has no open update; start over"
-
-    @pytest.mark.parametrize("other", [{"version": "2"}, {"run": "another"}])
-    def test_buckets_of_two_updates(self, receiver, other):
-        deliver(receiver, *parts()[0])
-        status = deliver(receiver, *parts(**other)[1])
-        assert not status.ok and "has no open update" in status.message
-
-    def test_a_new_beginning_replaces_an_unfinished_update(self, receiver):
-        for spec, data in parts()[:3]:
-            deliver(receiver, spec, data)
-        for spec, data in parts(version="2", run="again"):
-            assert deliver(receiver, spec, data).ok
-
-    def test_a_tensor_that_arrives_twice(self, receiver):
-        update = parts()
-        deliver(receiver, *update[0])
-        spec = replace(update[1][0], placements=update[0][0].placements)
-        status = deliver(receiver, spec, update[0][1])
-        assert not status.ok and "arrived twice" in status.message
-
-    def test_a_tensor_that_never_arrives(self, receiver):
-        update = parts()
-        missing = update[2][0].placements.pop()
-        statuses = [deliver(receiver, spec, data) for spec, data in update]
-        assert all(status.ok for status in statuses[:-1]) and not statuses[-1].ok
-        assert statuses[-1].message == f"1 tensors never arrived, e.g. {missing.name!r}"
-
-    def test_an_error_in_the_model_does_not_kill_the_scheduler(self, receiver):
-        update = parts()
-        deliver(receiver, *update[0])
-        receiver.failure = KeyError("no such parameter")
-        status = deliver(receiver, *update[1])
-        assert not status.ok and status.message == "KeyError: 'no such parameter'"
-        receiver.failure = None
-        for part in update[1:3]:
-            assert not deliver(receiver, *part).ok, "a broken update cannot be continued"
-        assert all(deliver(receiver, *part).ok for part in parts(run="again"))
-
-    @pytest.mark.parametrize("payload", [[], [("{", torch.zeros(1))], [("{}", torch.zeros(1))], [("a",)], None])
-    def test_a_garbled_payload(self, receiver, payload):
-        loader.load(receiver, payload)
-        assert not loader.STATE.status.ok
-
-    def test_bytes_in_a_file(self, receiver, tmp_path):
-        for spec, data in parts():
-            file = tmp_path / f"{spec.index}.bin"
-            data.numpy().tofile(file)
-            assert deliver(receiver, replace(spec, file=str(file)), torch.empty(0, dtype=torch.uint8)).ok
-        assert torch.equal(receiver.tensors["lm_head.weight"], small_model().lm_head.weight)
-
-
-class Loopback:
-    """Transport into a loader of this process."""
-
-    def __init__(self, receiver: Receiver) -> None:
-        self.receiver, self.specs = receiver, []
-
-    def send(self, bucket: Bucket, spec: BucketSpec, engines: list) -> None:
-        self.specs.append(spec)
-        status = deliver(self.receiver, spec, bucket.data)
-        if not status.ok:
-            raise WeightSyncError(status.message)
-
-    def close(self) -> None: ...
+@pytest.fixture
+def publisher(layout, engine) -> Iterator[WeightPublisher]:
+    publisher = WeightPublisher(layout, Loopback(), [engine], 8192)
+    yield publisher
+    publisher.close()
 
 
 class TestPublisher:
-    def publisher(self, receiver, bucket_bytes=8192):
-        transport = Loopback(receiver)
-        return WeightPublisher(CheckpointLayout(small_model(), torch.float32), transport, [], bucket_bytes), transport
-
-    def test_publish(self, receiver):
-        publisher, transport = self.publisher(receiver)
+    def test_publish(self, publisher, engine, layout):
         model = small_model(seed=5)
-        report = publisher.publish(model.state_dict().items(), "7")
-        expected = dict(split_experts(model.state_dict().items()))
-        assert all(torch.equal(receiver.tensors[n], t) for n, t in expected.items())
-        assert (report.version, report.tensors, report.buckets) == ("7", len(expected), len(transport.specs))
-        assert report.nbytes >= CheckpointLayout(small_model(), torch.float32).nbytes
-        assert {s.version for s in transport.specs} == {"7"} and len({s.run_id for s in transport.specs}) == 1
+        report = publisher.publish(model.state_dict(), "7")
+        assert engine.receiver.holds(model.state_dict())
+        assert (report.version, report.tensors, report.buckets) == ("7", len(layout.wire), len(engine.specs))
+        assert report.nbytes >= layout.nbytes and report.buckets > 5
+        assert {s.version for s in engine.specs} == {"7"} and len({s.run_id for s in engine.specs}) == 1
+        assert engine.calls[:2] == ["pause", "begin"] and engine.calls[-2:] == ["commit", "resume"]
+        assert loader.STATE.label == "7" and loader.STATE.session is None
+        assert publisher.status()["local"].version == "7" and publisher.transport.released == 1
+        within = ("gather", "checksum", "transfer")
+        assert sum(v for k, v in report.seconds.items() if k not in (*within, "total")) <= report.seconds["total"]
 
-    def test_every_publish_is_an_update_of_its_own(self, receiver):
-        publisher, transport = self.publisher(receiver)
-        for version in ("1", "2"):
-            publisher.publish(small_model().state_dict().items(), version)
-        assert len({s.run_id for s in transport.specs}) == 2
+    def test_every_publish_is_an_update_of_its_own(self, publisher, engine):
+        checksums = [publisher.publish(small_model(seed).state_dict(), seed).checksum for seed in (1, 2, 1)]
+        assert len({s.run_id for s in engine.specs}) == 3
+        assert checksums[0] == checksums[2] != checksums[1]
 
-    def test_a_missing_buffer_never_completes_the_update(self, receiver):
+    def test_the_checksum_does_not_depend_on_buckets_or_layout(self, publisher, engine, layout):
+        state = small_model().state_dict()
+        sums = {publisher.publish(named, "1").checksum for named in (state, dict(split_experts(state.items())))}
+        for size in (512, 1 << 20):
+            sums.add(WeightPublisher(layout, Loopback(), [engine], size).publish(state, "1").checksum)
+        assert len(sums) == 1
+
+    @pytest.mark.parametrize("what", ["missing", "extra", "prefix", "rounded", "half"])
+    def test_refused_before_the_engine_hears_of_it(self, publisher, engine, what):
+        state = small_model().state_dict()
+        edits = {
+            "missing": {n: t for n, t in state.items() if not n.endswith("expert_bias")},
+            "extra": state | {"extra": torch.zeros(1)},
+            "prefix": {f"module.{n}": t for n, t in state.items()},
+            "rounded": {n: t.bfloat16() if n.endswith("expert_bias") else t for n, t in state.items()},
+            "half": {n: t[:, : t.shape[1] // 2] if n.endswith("gate_up_proj") else t for n, t in state.items()},
+        }
+        for named in (edits[what], list(edits[what].items())):
+            with pytest.raises(LayoutError):
+                publisher.publish(named, "1")
+        assert not engine.calls
+
+    def test_a_stream_that_lacks_a_buffer_leaves_the_engine_closed(self, publisher, engine):
         """What ``named_parameters()`` alone would send."""
-        publisher, transport = self.publisher(receiver)
         with pytest.raises(LayoutError, match="expert_bias"):
             publisher.publish(small_model().named_parameters(), "1")
-        assert not any(spec.last for spec in transport.specs)
-        publisher.publish(small_model().state_dict().items(), "2")
+        assert "resume" not in engine.calls and "commit" not in engine.calls and engine.calls[-1] == "abort"
+        assert loader.STATE.label == "torn:start->1" and publisher.status()["local"].closed
+        publisher.publish(small_model().state_dict(), "2")
+        assert engine.calls[-1] == "resume" and loader.STATE.label == "2" and not publisher.status()["local"].closed
+
+    def test_an_engine_that_refuses_the_manifest_goes_on(self, publisher, engine):
+        engine.begin = lambda manifest: (_ for _ in ()).throw(WeightSyncError("no"))
+        with pytest.raises(WeightSyncError, match="no"):
+            publisher.publish(small_model().state_dict(), "1")
+        assert engine.calls == ["pause", "abort", "resume"] and not publisher.status()["local"].closed
+
+    def test_a_bucket_damaged_on_the_way_is_sent_again(self, publisher, engine):
+        damaged = []
+
+        def flip(engine, spec, data):
+            if spec.index in (0, 2, 3) and spec.index not in damaged:
+                damaged.append(spec.index)
+                data = data.clone()
+                data[data.numel() // 3] ^= 1
+            return engine.deliver(spec, data)
+
+        engine.tamper = flip
+        model = small_model(seed=8)
+        assert publisher.publish(model.state_dict(), "1").resent == 3
+        assert engine.receiver.holds(model.state_dict())
+
+    def test_a_bucket_that_is_always_damaged(self, publisher, engine):
+        def short(engine, spec, data):
+            return engine.deliver(spec, data[:-1] if spec.index == 1 else data)
+
+        engine.tamper = short
+        with pytest.raises(WeightSyncError, match="bucket 1 has .* bytes, .* were sent"):
+            publisher.publish(small_model().state_dict(), "1")
+        assert engine.calls.count("bucket 1") == 3 and "resume" not in engine.calls
+
+    @pytest.mark.parametrize("at", [0, 2, "last"])
+    def test_a_lost_bucket(self, publisher, engine, at):
+        """Said to have arrived, but it never did."""
+
+        def lose(engine, spec, data):
+            lost = spec.last if at == "last" else spec.index == at
+            return "0" * 16 if lost else engine.deliver(spec, data)
+
+        engine.tamper = lose
+        with pytest.raises(WeightSyncError, match="was due|holds weights with checksum 0000"):
+            publisher.publish(small_model().state_dict(), "1")
+        assert "commit" not in engine.calls and "resume" not in engine.calls and loader.STATE.label != "1"
+
+    def test_a_bucket_that_arrives_twice_counts_once(self, publisher, engine):
+        def twice(engine, spec, data):
+            engine.deliver(spec, data)
+            return engine.deliver(spec, data)
+
+        engine.tamper = twice
+        model = small_model(seed=9)
+        assert publisher.publish(model.state_dict(), "1").resent == 0
+        assert engine.receiver.holds(model.state_dict())
+
+    def test_weights_that_change_after_the_copy_are_noticed(self, publisher, engine):
+        """Something else writes into the engine's memory while the update goes on."""
+
+        def overwrite(engine, spec, data):
+            if spec.last:
+                engine.receiver.held["model.layers.1.mlp.experts.w2_weight"].data[0, 0, 0] += 1
+            return engine.deliver(spec, data)
+
+        engine.tamper = overwrite
+        with pytest.raises(WeightSyncError, match="holds weights with checksum .*, the trainer sent"):
+            publisher.publish(small_model().state_dict(), "1")
+        assert "commit" not in engine.calls
+
+    def test_an_engine_joins(self, publisher, engine, layout):
+        other = LocalEngine(Receiver({name: spec.shape for name, spec in layout.wire.items()}), "other")
+        assert publisher.rejoin(other) is None
+        assert publisher.status()["other"].version is None
+        # Both engines of this test share one loader, so only one of them is kept.
+        publisher.engines.remove(other)
+        loader.STATE.target = None
+        model = small_model(seed=3)
+        assert publisher.rejoin(other, model.state_dict(), "4").version == "4"
+        assert other.receiver.holds(model.state_dict()) and not engine.calls
+        assert publisher.status()["other"].version == "4"
 
 
 def control(handler) -> EngineControl:
@@ -319,33 +393,66 @@ class TestControl:
         with pytest.raises(WeightSyncError, match="engine http://engine:1 refused /x " + message):
             control(answer).post("/x")
 
-    @pytest.mark.parametrize("last", [False, True])
-    def test_only_the_last_bucket_flips_the_version(self, last):
+    def test_only_the_commit_flips_the_version(self):
+        bodies = []
+
+        def answer(request):
+            bodies.append(json.loads(request.content))
+            return httpx.Response(200, json={"success": True, "message": "checksum: 0123456789abcdef"})
+
+        engine = control(answer)
+        assert engine.send_bucket(BucketSpec("run", "9", 0, True)) == "0123456789abcdef"
+        engine.commit("run", "9")
+        assert [body["weight_version"] for body in bodies] == [None, "9"]
+        assert not any(body["flush_cache"] for body in bodies)
+        assert {body["load_format"] for body in bodies} == {"weight_sync.loader.load"}
+
+    def test_a_commit_waits_for_requests_to_leave(self):
+        answers = iter([False, False, True])
+
+        def answer(request):
+            good = next(answers)
+            message = "" if good else "resend: rank 0: version 9 cannot take over while requests are running"
+            return httpx.Response(200 if good else 400, json={"success": good, "message": message})
+
+        control(answer).commit("run", "9")
+        assert next(answers, None) is None
+
+    def test_every_rank_gets_its_own_payload(self):
         bodies = []
 
         def answer(request):
             bodies.append(json.loads(request.content))
             return httpx.Response(200, json={"success": True})
 
-        control(answer).send_bucket(BucketSpec("run", "9", 0, last, []), torch.empty(0, dtype=torch.uint8))
-        assert bodies[0]["flush_cache"] is last
-        assert bodies[0]["weight_version"] == ("9" if last else None)
-        assert bodies[0]["load_format"] == "weight_sync.loader.load"
+        engine = control(answer)
+        engine.tp_size = 2
+        engine.abort("run", "9")
+        assert len(bodies[0]["serialized_named_tensors"]) == 2
 
 
-def test_shared_memory_files_do_not_stay(receiver):
-    seen = []
+class TestSharedMemory:
+    def test_files_do_not_stay(self, layout, engine):
+        seen = []
 
-    class Engine:
-        def send_bucket(self, spec, data):
+        def note(engine, spec, data):
             seen.append(spec.file)
-            assert deliver(receiver, spec, data).ok
+            return engine.deliver(spec, data)
 
-        def close(self): ...
+        engine.tamper = note
+        transport = SharedMemoryTransport()
+        publisher = WeightPublisher(layout, transport, [engine], 8192)
+        model = small_model(seed=2)
+        publisher.publish(model.state_dict(), "1")
+        assert engine.receiver.holds(model.state_dict())
+        assert len(seen) > 3 and not list(transport.directory.iterdir())
+        publisher.close()
+        assert not transport.directory.exists()
 
-    transport = SharedMemoryTransport()
-    publisher = WeightPublisher(CheckpointLayout(small_model(), torch.float32), transport, [Engine()], 8192)
-    publisher.publish(small_model().state_dict().items(), "1")
-    assert len(seen) > 3 and not list(transport.directory.iterdir())
-    publisher.close()
-    assert not transport.directory.exists()
+    def test_no_room(self, layout, engine):
+        """A device that is always full, in the place of the first bucket's file."""
+        transport = SharedMemoryTransport()
+        (transport.directory / "0.bin").symlink_to("/dev/full")
+        with pytest.raises(WeightSyncError, match="bucket 0 of .* bytes cannot be written .*; make room"):
+            WeightPublisher(layout, transport, [engine], 8192).publish(small_model().state_dict(), "1")
+        transport.close()

@@ -2,16 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
 
 from weight_sync.buckets import Bucket
-from weight_sync.control import EngineControl
-from weight_sync.messages import BucketSpec
+from weight_sync.messages import BucketSpec, Manifest
+
+T = TypeVar("T")
+
+
+class Engine(Protocol):
+    """What takes an update; ``weight_sync.control.EngineControl`` documents the calls."""
+
+    url: str
+
+    def pause(self) -> None: ...
+
+    def begin(self, manifest: Manifest) -> None: ...
+
+    def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None: ...
+
+    def send_bucket(self, spec: BucketSpec, data: Tensor | None = None) -> str: ...
+
+    def commit(self, run_id: str, version: str, checksum: str = "") -> None: ...
+
+    def abort(self, run_id: str, version: str) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """Delivers buckets to engines, in order; returns when the engine has copied them."""
+    """Delivers buckets to engines, in order."""
 
-    def send(self, bucket: Bucket, spec: BucketSpec, engines: list[EngineControl]) -> None: ...
+    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
+        """Memory for bucket ``index``: uint8 [size], on the device of the tensors; no bucket exceeds ``largest``.
+
+        The buffer of bucket ``index - 2`` may be reused: it has arrived.
+        """
+
+    def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:
+        """Deliver a bucket; the answers of ``Engine.send_bucket``. Returns when all engines have copied it."""
+
+    def release(self) -> None:
+        """Free the buffers; the update has ended, well or not."""
 
     def close(self) -> None: ...
+
+
+def fan_out(engines: Sequence[Engine], call: Callable[[Engine], T]) -> list[T]:
+    """Results of ``call`` on every engine, all at the same time.
+
+    Raises:
+        The first error, after all calls have ended.
+    """
+    if len(engines) == 1:
+        return [call(engines[0])]
+    with ThreadPoolExecutor(max(1, len(engines))) as pool:
+        futures = [pool.submit(call, engine) for engine in engines]
+    return [future.result() for future in futures]
