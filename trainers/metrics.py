@@ -145,3 +145,32 @@ def validation_metrics(prompts: Sequence[Hashable], rewards: Mapping[str, Sequen
         return {}
     scores = [{"acc": acc, "malformed": malformed} for acc, malformed in zip(*fields, strict=True)]
     return {f"val/{name}": float(value) for name, value in asdict(summarise_scores(scores, prompts)).items()}
+
+
+def refresh_metrics(
+    costs: Sequence[Mapping[str, float] | None], lines: Sequence[Mapping[str, Any]], step: int
+) -> dict[str, float]:
+    """``weight_sync/*`` of a step.
+
+    Args:
+        costs: of its refresh, one for each engine (``SyncReport.as_metrics``). Engines are refreshed at the same time:
+            the slowest counts.
+        lines: the step's samples.
+
+    Returns:
+        Seconds by stage, bytes to all engines, goodput of the slowest in 1e9 bytes a second, ``version`` that the
+        engines hold now, and ``lag``: by how many versions the oldest block of the step's samples was behind the
+        weights that the step began with (0 on-policy).
+    """
+    known = [cost for cost in costs if cost is not None]
+    metrics: dict[str, float] = {}
+    for name in known[0] if known else ():
+        values = [cost[name] for cost in known]
+        total = name.endswith(("bytes", "buckets", "resent"))
+        metrics[name] = sum(values) if total else min(values) if name.endswith("gbps") else max(values)
+    versions = [v for line in lines for v in line.get("weight_versions", ())]
+    numbers = [int(v) for v in versions if str(v).isdigit()]
+    metrics["weight_sync/version"] = float(step)
+    if numbers:
+        metrics["weight_sync/lag"] = float(step - 1 - min(numbers))
+    return metrics

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from rollout.verl.agent_loop import ERROR_TAG, LINE
 from rollout.verl.server import decoder_settings
 from trainers.flips import MEASURE
-from trainers.metrics import step_metrics, validation_metrics
+from trainers.metrics import refresh_metrics, step_metrics, validation_metrics
 from trainers.schedule import threshold_of
 from trainers.workers import BlockDiffusionWorker
 
@@ -95,6 +95,9 @@ class BlockDiffusionTrainer(PPOTrainerSync):
     def on_step_end(self) -> None:
         self.listener("phase", {"name": "weight refresh"})
         super().on_step_end()
+        replicas = self.checkpoint_manager.replicas
+        costs = ray.get([replica.servers[0].get_refresh_metrics.remote() for replica in replicas])
+        self._pending_sync_metrics = refresh_metrics(costs, self.step_lines, self.global_steps)
 
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()

@@ -22,6 +22,7 @@ from weight_sync.messages import (
     Commit,
     Manifest,
     Message,
+    Read,
     ResendError,
     Slots,
     WeightSyncError,
@@ -157,6 +158,11 @@ class EngineControl:
     def abort(self, run_id: str, version: str) -> None:
         """Give an update up; the engine releases what it holds of it."""
         self.message(Abort(run_id, version))
+
+    def checksum(self) -> str:
+        """Checksum of all weights as the engine holds them: 16 hex digits, equal for equal weights whatever the number
+        of ranks, and to ``SyncReport.checksum``."""
+        return self.message(Read()).partition(CHECKSUM)[2][:16]
 
     def flush(self) -> None:
         """Drop KV and radix cache, once the requests that run have ended."""

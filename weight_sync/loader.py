@@ -99,17 +99,19 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     """Success and message of the whole engine, from the statuses of its ranks; the same on every rank.
 
-    After the last bucket the message is ``checksum: <16 hex digits>`` of all weights over all ranks.
+    After the last bucket, and when asked for it, the message is ``checksum: <16 hex digits>`` of all weights over all ranks.
     """
     for rank, status in enumerate(statuses):
         if status is None or not status.ok:
             resend = RESEND if status and status.resend else ""
             return False, f"{resend}rank {rank}: {status.message if status else 'the loader did not run'}"
     shares = [status.checksum for status in statuses if status is not None and status.checksum is not None]
-    if STATE.session is None or len(shares) != len(statuses):
+    if len(shares) != len(statuses):
         return True, statuses[0].message if statuses and statuses[0] else ""
-    STATE.session.total = sum(shares) % MODULUS
-    return True, f"{CHECKSUM}{STATE.session.total:016x}"
+    total = sum(shares) % MODULUS
+    if STATE.session is not None and STATE.session.share is not None:
+        STATE.session.total = total
+    return True, f"{CHECKSUM}{total:016x}"
 
 
 def target_of(model: Any) -> Target:
@@ -119,6 +121,7 @@ def target_of(model: Any) -> Target:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         STATE.target, STATE.model = Target(model, rank, size), weakref.ref(model)
+    STATE.target.bind(model)
     return STATE.target
 
 
@@ -222,9 +225,13 @@ def _abort(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStat
     return LoaderStatus(True)
 
 
+def _read(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+    return LoaderStatus(True, checksum=target_of(model).checksum())
+
+
 def _synchronize(target: Target) -> None:
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
 
 
-HANDLERS = {"begin": _begin, "slots": _slots, "bucket": _bucket, "commit": _commit, "abort": _abort}
+HANDLERS = {"begin": _begin, "slots": _slots, "bucket": _bucket, "commit": _commit, "abort": _abort, "read": _read}

@@ -26,7 +26,7 @@ RESEND = "resend: "
 
 
 CHECKSUM = "checksum: "
-"""Beginning of the answer to the last bucket; 16 hex digits follow."""
+"""Beginning of the answer to the last bucket and to ``Read``; 16 hex digits follow."""
 
 
 class Message:
@@ -148,6 +148,13 @@ class Abort(Message):
 
     run_id: str
     version: str
+
+
+@dataclass(frozen=True)
+class Read(Message):
+    """Asks for the checksum of all weights as the engine holds them now; changes nothing."""
+
+    kind = "read"
 
 
 @dataclass

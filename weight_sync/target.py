@@ -31,7 +31,7 @@ class Target:
 
     def __init__(self, model: Any, rank: int = 0, size: int = 1) -> None:
         config = model.config.to_dict()
-        self.parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+        self.bind(model)
         self.layout = CheckpointLayout.from_config(config, self.parameters["lm_head.weight"].dtype)
         self.digest = tensors_digest(self.layout.tensors())
         up_first = _check_experts(model)
@@ -62,6 +62,22 @@ class Target:
             )
         if part.source and part.source[-1].start * spec.dtype.itemsize % 8:
             raise PlanError(f"shards of {name!r} begin within an 8-byte word; use fewer tensor-parallel ranks")
+
+    def bind(self, model: Any) -> None:
+        """Look up the memory of the parameters, which a reload may have replaced."""
+        self.parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+
+    def checksum(self) -> int:
+        """This rank's share of the checksum of all that the engine holds (see ``TensorSums``); shares add up."""
+        sums = TensorSums()
+        for name, parts in self.plan.parts.items():
+            shape = self.layout.wire[name].shape
+            for part in parts:
+                if part.first:
+                    held = self.parameters[part.parameter][part.target]
+                    origin = tuple(s.start for s in part.source)
+                    sums.add(name, held, origin, shape[1] if len(shape) == 3 else None)
+        return sums.value()
 
     @property
     def device(self) -> torch.device:
@@ -150,13 +166,13 @@ class Progress:
         """Check that every element was written, and read everything back.
 
         Returns:
-            This rank's share of the checksum of the whole (see ``TensorSums``).
+            This rank's share of the checksum of the whole.
 
         Raises:
             ValueError: tensors never arrived, a parameter was not filled exactly once, or it does not hold what was
                 sent.
         """
-        target, sums = self.target, TensorSums()
+        target = self.target
         rows = {name: (spec.shape or (1,))[0] for name, spec in target.layout.wire.items()}
         if missing := sorted(name for name, count in rows.items() if self.rows.get(name, 0) != count):
             raise ValueError(f"{len(missing)} tensors never arrived, e.g. {missing[0]!r}")
@@ -165,14 +181,7 @@ class Progress:
                 raise ValueError(f"{self.written.get(name, 0)} of {count} elements of parameter {name!r} were written")
         for name, box in target.plan.padding.items():
             target.parameters[name][box].zero_()
-        for name, parts in target.plan.parts.items():
-            shape = target.layout.wire[name].shape
-            for part in parts:
-                if part.first:
-                    held = target.parameters[part.parameter][part.target]
-                    origin = tuple(s.start for s in part.source)
-                    sums.add(name, held, origin, shape[1] if len(shape) == 3 else None)
         for part, sent in self._replicas:
             if int(box_sum(target.parameters[part.parameter][part.target])) != int(sent):
                 raise ValueError(f"parameter {part.parameter!r} does not hold what was sent")
-        return sums.value()
+        return target.checksum()

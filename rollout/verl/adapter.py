@@ -78,7 +78,7 @@ class BlockDiffusionAdapter(BaseRollout):
         report = (await self.publisher()).publish(drained(named), str(global_steps if global_steps is not None else 0))
         server = ray.get_actor(f"sglang_server_{self.replica_rank}_0")
         await server.set_global_steps.remote(global_steps)
-        self.last_report = report
+        await server.set_refresh_metrics.remote(report.as_metrics())
 
 
 def drained(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -115,6 +115,15 @@ def server_class() -> type:
                 )
             )
 
+        refresh_metrics: dict[str, float] | None = None
+
+        async def set_refresh_metrics(self, metrics: dict[str, float]) -> None:
+            """Keep what the last weight refresh cost, for the trainer to ask."""
+            self.refresh_metrics = metrics
+
+        async def get_refresh_metrics(self) -> dict[str, float] | None:
+            return self.refresh_metrics
+
         async def check_alive(self) -> int:
             """Process id of the host; answers only while it is alive."""
             return os.getpid()

@@ -193,6 +193,25 @@ def server(heavy, tiny, tmp_path_factory) -> Server:
     return heavy.use("server", lambda: Server(tiny, tmp_path_factory.mktemp("server")))
 
 
+@pytest.fixture(scope="session")
+def syncs() -> Iterator[dict[str, Any]]:
+    opened: dict[str, Any] = {}
+    yield opened
+    for sync in opened.values():
+        sync.publisher.close()
+
+
+@pytest.fixture
+def sync(server, tiny, syncs) -> Iterator[Any]:
+    """A publisher; whatever a test sends, the server holds the checkpoint's weights afterwards."""
+    from tests.integration.refresh import Sync
+
+    if server.url not in syncs:
+        syncs[server.url] = Sync(server, tiny)
+    yield syncs[server.url]
+    syncs[server.url].publish(tiny, "default")
+
+
 @pytest.fixture
 def by_seed(heavy, tiny, tmp_path_factory) -> Server:
     """Requests choose their decoder by seed (``tests.integration.decoders``); no file of options."""

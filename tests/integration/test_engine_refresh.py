@@ -6,9 +6,7 @@ Also what needs other weights than the checkpoint's: a head that makes the mask 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
@@ -21,52 +19,13 @@ from dllm.decoding import SamplingParams
 from dllm.decoding.sampling import sampling_logprobs
 from dllm.likelihood.exact import pack_traces, replay_logprobs
 from dllm.replay import build_slices
-from tests.integration.conftest import Request, Server
+from tests.integration.conftest import Request
 from tests.integration.oracle import TOLERANCE, TinyModel, assert_same
+from tests.integration.refresh import BUCKET, GREEDY, greedy
 from tests.support import sampling_batch
-from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
-from weight_sync.transports.shm import SharedMemoryTransport
-
-BUCKET = 128 << 10
-GREEDY = SamplingParams(0)
-
-
-class Sync:
-    """A publisher to the server, and the weights that it should hold."""
-
-    def __init__(self, server: Server, tiny: TinyModel) -> None:
-        self.server, self.original = server, tiny
-        hf_config = json.loads((tiny.path / "config.json").read_text())
-        self.layout = CheckpointLayout.from_config(hf_config, torch.float32)
-        self.control = EngineControl(server.url)
-        self.publisher = WeightPublisher(self.layout, SharedMemoryTransport(), [self.control], BUCKET)
-
-    def publish(self, model: TinyModel, version: str):
-        return self.publisher.publish(model.model.state_dict().items(), version)
-
-
-@pytest.fixture(scope="module")
-def syncs() -> Iterator[dict[str, Sync]]:
-    opened: dict[str, Sync] = {}
-    yield opened
-    for sync in opened.values():
-        sync.publisher.close()
-
-
-@pytest.fixture
-def sync(server, tiny, syncs) -> Iterator[Sync]:
-    """A publisher; whatever a test sends, the server holds the checkpoint's weights afterwards."""
-    if server.url not in syncs:
-        syncs[server.url] = Sync(server, tiny)
-    yield syncs[server.url]
-    syncs[server.url].publish(tiny, "default")
-
-
-def greedy(server: Server, prompts: list[list[int]]):
-    return [s.trace for s in server.generate([Request(p, GREEDY) for p in prompts])]
 
 
 def test_tokens_follow_the_weights(server, tiny, mask_likely, sync):
@@ -88,11 +47,14 @@ def test_tokens_follow_the_weights(server, tiny, mask_likely, sync):
 
 
 def test_the_kv_cache_of_old_weights_is_dropped(server, tiny, mask_likely, sync):
-    prompt = tiny.prompt(70, variant=9)
-    server.answers([Request(prompt, GREEDY)])
-    assert server.answers([Request(prompt, GREEDY)])[0]["meta_info"]["cached_tokens"] == 64
+    """A prompt that sits in the radix cache gives the new model's tokens."""
+    case = mask_likely.case(70, GREEDY, also=[tiny])
+    server.answers([Request(case.prompt, GREEDY)])
+    assert server.answers([Request(case.prompt, GREEDY)])[0]["meta_info"]["cached_tokens"] == 64
     sync.publish(mask_likely, "50")
-    assert server.answers([Request(prompt, GREEDY)])[0]["meta_info"]["cached_tokens"] == 0
+    answer = server.answers([Request(case.prompt, GREEDY)])[0]
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert answer["output_ids"] == case.trace.replay_ids[: case.trace.visible].tolist()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from trainers.metrics import (
     divergence_metrics,
     group_diversity,
     logprob_differences,
+    refresh_metrics,
     replay_field,
     signed_differences,
     step_metrics,
@@ -108,3 +109,17 @@ def test_step_metrics():
     assert (metrics["rollout/weight_version/min"], metrics["rollout/weight_version/max"]) == (2, 3)
     assert metrics["rollout_corr/logprob_abs_diff/max"] == 0.5
     assert metrics["rollout_corr/logprob_abs_diff/max_without_ties"] == 0
+
+
+def test_refresh_metrics():
+    """Of two engines the slower counts, bytes add up, and the lag is that of the oldest block."""
+    one = {"weight_sync/total_seconds": 1.0, "weight_sync/bytes": 10, "weight_sync/goodput_gbps": 5.0}
+    two = {"weight_sync/total_seconds": 2.0, "weight_sync/bytes": 10, "weight_sync/goodput_gbps": 2.5}
+    lines = [{"weight_versions": ["6", "6"]}, {"weight_versions": ["5", "6"]}]
+    assert refresh_metrics([one, two, None], lines, 7) == {
+        "weight_sync/total_seconds": 2.0,
+        "weight_sync/bytes": 20,
+        "weight_sync/goodput_gbps": 2.5,
+        "weight_sync/version": 7.0,
+        "weight_sync/lag": 1.0,
+    }
