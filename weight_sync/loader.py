@@ -99,7 +99,8 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     """Success and message of the whole engine, from the statuses of its ranks; the same on every rank.
 
-    After the last bucket, and when asked for it, the message is ``checksum: <16 hex digits>`` of all weights over all ranks.
+    After the last bucket, and when asked for it, the message is ``checksum: <16 hex digits>`` of all weights over all
+    ranks.
     """
     for rank, status in enumerate(statuses):
         if status is None or not status.ok:

@@ -9,10 +9,14 @@ import pickle
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dllm.config import load_hf_config
+from rollout.preflight import checkpoint_dtype
 
 
 def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size: int = 1, port: int = 0) -> Any:
@@ -33,13 +37,19 @@ def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size
     rollout.plugin.register()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
     from sglang.srt.utils.network import get_free_port
 
-    args = ServerArgs(model_path=str(model_path), device=device, tp_size=size, skip_tokenizer_init=True)
+    if device == "cpu":
+        # SGLang makes a NCCL communicator for every group of several ranks.
+        pynccl.PyNcclCommunicator = lambda *arguments, **options: SimpleNamespace(disabled=True)
+    # SGLang's "auto" turns fp32 into fp16.
+    dtype = checkpoint_dtype(load_hf_config(model_path))
+    args = ServerArgs(model_path=str(model_path), device=device, dtype=dtype, tp_size=size, skip_tokenizer_init=True)
     set_global_server_args_for_scheduler(args)
     backend = "gloo" if device == "cpu" else "nccl"
     meeting = f"tcp://127.0.0.1:{port or get_free_port()}"

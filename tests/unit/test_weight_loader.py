@@ -473,6 +473,7 @@ class TestLoader:
 
     def test_checksums_of_ranks_add_up(self, receiver):
         say(receiver, manifest())
+        loader.STATE.session.share = 17
         shares = [loader.LoaderStatus(True, checksum=MODULUS - 1), loader.LoaderStatus(True, checksum=17)]
         assert loader.answer(shares) == (True, f"checksum: {16:016x}")
         assert loader.STATE.session.total == 16
