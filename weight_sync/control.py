@@ -100,10 +100,14 @@ class EngineControl:
         left alone: SGLang asserts that a flush within an update succeeds, and dies if a request is still there.
         """
         payload = tensors or [torch.empty(0, dtype=torch.uint8)]
+        return self.deliver([serialise(header.encode(), payload) for _ in range(self.tp_size)], version)
+
+    def deliver(self, payload: Sequence[str], version: str | None = None) -> str:
+        """Deliver a message that ``serialise`` made, one for every tensor-parallel rank; its answer."""
         answer = self.post(
             "/update_weights_from_tensor",
             {
-                "serialized_named_tensors": [serialise(header.encode(), payload) for _ in range(self.tp_size)],
+                "serialized_named_tensors": list(payload),
                 "load_format": LOADER,
                 "flush_cache": False,
                 "weight_version": version,

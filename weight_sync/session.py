@@ -169,7 +169,7 @@ class Machine:
         Raises:
             Refused: it contradicts what has arrived.
         """
-        session = self._session(key, "staged")
+        session = self.opened(key, "staged")
         self.expects(key, index, checksum, last)
         session.expires = now + self.lease
         if index in session.received:
@@ -181,7 +181,7 @@ class Machine:
 
     def expects(self, key: Key, index: int, checksum: str, last: bool) -> None:
         """Raise ``Refused`` for a bucket that an open update cannot take."""
-        session = self._session(key)
+        session = self.opened(key)
         if index < 0:
             raise Refused(f"bucket index {index} is negative")
         if (before := session.received.get(index)) is not None:
@@ -202,10 +202,20 @@ class Machine:
         Raises:
             Refused: buckets are missing.
         """
-        session = self._session(key, "staged")
+        session = self.opened(key, "staged")
         if not session.complete:
             raise Refused(f"buckets {session.missing()[:8]} of version {session.version} are missing; send them")
         session.prepared, session.expires = True, now + self.lease
+
+    def forget(self, key: Key, index: int) -> None:
+        """A bucket of a staged update was lost or damaged after it had arrived; it has to be sent again."""
+        session = self.opened(key, "staged")
+        if self.fenced:
+            raise Refused(f"version {session.version} is being applied; wait for its end")
+        session.received.pop(index, None)
+        session.prepared = False
+        if session.last == index:
+            session.last = None
 
     def fence(self, key: Key, now: float) -> None:
         """Admit nothing from now on, so that the engine runs empty.
@@ -213,7 +223,7 @@ class Machine:
         Raises:
             Refused: a staged update is not prepared.
         """
-        session = self._session(key)
+        session = self.opened(key)
         if self.fenced:
             raise Refused(f"version {session.version} is being applied already")
         if session.mode == "staged" and not session.prepared:
@@ -265,6 +275,8 @@ class Machine:
         """
         session = self._fenced(key)
         self.fenced = False
+        # What was verified may have been damaged since.
+        session.prepared = False
         if session.touched:
             self.broken = reason
         if session.mode == "stream":
@@ -303,7 +315,8 @@ class Machine:
         if self.session is None and self.broken is None:
             self.version = version
 
-    def _session(self, key: Key, mode: Mode | None = None) -> Session:
+    def opened(self, key: Key, mode: Mode | None = None) -> Session:
+        """The open update, if it is the one of ``key``; otherwise raises ``Refused``."""
         if self.session is None or self.session.key != key:
             raise Refused(f"version {key[1]} of run {key[0]} is not open; open it again", unknown=True)
         if mode not in (None, self.session.mode):
@@ -311,7 +324,7 @@ class Machine:
         return self.session
 
     def _fenced(self, key: Key) -> Session:
-        session = self._session(key)
+        session = self.opened(key)
         if not self.fenced:
             raise Refused(f"version {session.version} is not being applied; commit it")
         return session

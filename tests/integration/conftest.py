@@ -104,6 +104,8 @@ class Request:
 class Server:
     """Stock SGLang's HTTP server with this package's plugin, as a user starts it."""
 
+    module = "sglang.launch_server"
+
     def __init__(self, tiny: TinyModel, directory: Path, **flags: Any) -> None:
         self.block_size = tiny.config.block_size
         options = directory / "algorithm.yaml"
@@ -131,7 +133,7 @@ class Server:
         self.client = httpx.Client(base_url=self.url, timeout=300)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sglang.launch_server", *arguments, "--skip-server-warmup"],
+                [sys.executable, "-m", self.module, *arguments, "--skip-server-warmup"],
                 env=child_environment(OMP_NUM_THREADS="1", **cpu_environment()),
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -111,6 +111,13 @@ class Updates(RuleBasedStateMachine):
             held = self.staging[key]
             assert held and sorted(held) == list(range(len(held))) and self.machine.session.last == len(held) - 1
 
+    @rule(stray=strays, index=slots)
+    def forget(self, stray, index):
+        key = self.key(stray)
+        ok, _ = self.attempt(self.machine.forget, key, index)
+        if ok:
+            self.staging[key].pop(index, None)
+
     @rule(stray=strays)
     def fence(self, stray):
         ok, _ = self.attempt(self.machine.fence, self.key(stray), self.now)
@@ -254,6 +261,7 @@ def test_a_fence_without_a_byte_goes_back():
     assert machine.state is State.FENCED
     machine.fail(("run", "4"), "requests did not end in time")
     assert (machine.state, machine.version, machine.admits) == (State.PREPARING, "3", True)
+    machine.prepare(("run", "4"), 0)
     machine.fence(("run", "4"), 0)
 
 
@@ -276,7 +284,9 @@ def test_a_staged_update_is_applied_again_after_a_failure():
     machine = Machine("3")
     through(machine, ("run", "4"), "half")
     machine.fail(("run", "4"), "refused")
-    for step in (machine.fence, machine.touch):
+    with pytest.raises(Refused, match="version 4 is not prepared"):
+        machine.fence(("run", "4"), 0)
+    for step in (machine.prepare, machine.fence, machine.touch):
         step(("run", "4"), 0)
     with pytest.raises(Refused, match="bucket 1 was applied where 0 was due"):
         machine.apply(("run", "4"), 1, "x1", True, 0)

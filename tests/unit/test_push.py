@@ -1,0 +1,254 @@
+"""Checkpoints as versions in a directory, and what a push refuses before it sends a byte."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dllm.models.checkpoint import load_model
+from tests.support import write_tiny_model
+from tests.unit.test_weight_service import Memory, Rig
+from weight_sync.layout import CheckpointLayout, LayoutError
+from weight_sync.messages import WeightSyncError
+from weight_sync.publisher import WeightPublisher
+from weight_sync.push import push, run_id
+from weight_sync.transports.directory import INDEX, DirectoryTransport, headers, tensors, verify, versions
+
+BUCKET = 40_000
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    path = tmp_path / "base"
+    write_tiny_model(path, seed=3, layers=2, hidden=32, head_dim=16)
+    return path
+
+
+@pytest.fixture
+def rig(tmp_path, base) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    made.model = load_model(base)
+    made.layout = made.service.layout = CheckpointLayout(made.model, torch.float32)
+    made.engine.tensors = Memory(made.layout).tensors
+    with made.http:
+        yield made
+
+
+def writer(base: Path, root: Path, **options) -> WeightPublisher:
+    """A publisher without engines, whose buckets cut tensors."""
+    layout = CheckpointLayout.from_config(json.loads((base / "config.json").read_text()), torch.float32)
+    return WeightPublisher(layout, DirectoryTransport(root, base, **options), [], 10_000)
+
+
+def test_versions_lie_side_by_side(base, tmp_path):
+    root, model = tmp_path / "versions", load_model(base)
+    publisher = writer(base, root)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        publisher.publish(model.state_dict(), version)
+    assert versions(root) == [2, 3] and sorted(d.name for d in root.iterdir()) == ["v2", "v3"]
+    assert verify(root / "v3")["version"] == "3"
+    state = load_model(root / "v3").state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+    assert {name for name, _ in tensors(root / "v3")} == {name for name, _ in tensors(base)}, "published names"
+    assert (root / "v3" / "tokenizer.json").read_text() == (base / "tokenizer.json").read_text()
+
+
+@contextmanager
+def small_files(nbytes: int) -> Iterator[None]:
+    """The system refuses to let a file grow beyond ``nbytes``, as a full disk or a quota would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_old_version(base, tmp_path):
+    root, model = tmp_path / "versions", load_model(base)
+    publisher = writer(base, root)
+    publisher.publish(model.state_dict(), 1)
+    before = dict(tensors(root / "v1"))
+    with (
+        small_files(8_000),
+        pytest.raises(WeightSyncError, match=r"version 2 cannot be written to .*versions: .*; .*v1"),
+    ):
+        publisher.publish(model.state_dict(), 2)
+    assert sorted(d.name for d in root.iterdir()) == ["v1"]
+    verify(root / "v1")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(root / "v1"))
+    publisher.publish(model.state_dict(), 2)
+    assert versions(root) == [1, 2]
+
+
+def test_a_full_disk_where_buckets_wait(rig, base):
+    """The server refuses the bucket by name and serves on; there is no trace of what was begun."""
+    with small_files(8_000), pytest.raises(WeightSyncError, match=r"\(507\): bucket 0 cannot be written to .*staging"):
+        push(rig.client(), base, 1, BUCKET)
+    assert rig.state() == ("serving", "0") and not rig.left()
+    push(rig.client(), base, 1, BUCKET)
+    assert rig.state() == ("serving", "1") and rig.holds()
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "lost", "extra"])
+def test_a_damaged_version_is_refused(rig, base, tmp_path, damage):
+    writer(base, tmp_path / "versions").publish(load_model(base).state_dict(), 1)
+    path = tmp_path / "versions" / "v1"
+    file = sorted(path.glob("*.safetensors"))[1]
+    content = bytearray(file.read_bytes())
+    if damage == "flip":
+        content[-5] ^= 16
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(content[:-8])
+    elif damage == "lost":
+        file.unlink()
+    else:
+        (path / "zzz.safetensors").write_bytes(content)
+    with pytest.raises(WeightSyncError, match="is damaged|cannot be read|not part of version 1"):
+        push(rig.client(), path, 1)
+    rig.client().open(rig.manifest())
+    answer = rig.step("directory", path=str(path))
+    assert answer.status_code == 422 and rig.state() == ("preparing", "0") and not rig.engine.calls
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_checkpoint_is_pushed(rig, base, shared):
+    made = push(rig.client(), base, 1, BUCKET, shared)
+    assert rig.state() == ("serving", "1") and rig.holds() and not rig.left()
+    assert made.checksum == rig.engine.checksum() and (made.sent == 0) is shared
+    again = push(rig.client(), base, 1, BUCKET, shared)
+    assert again.sent == 0 and rig.engine.calls.count("commit") == 1, "a repeated push is a no-op"
+
+
+def test_an_interrupted_push_goes_on(rig, base):
+    """Nothing is sent twice."""
+    client = rig.client()
+    put, allowed = client.put_bucket, [2]
+
+    def dies(spec, data):
+        if not allowed[0]:
+            raise KeyboardInterrupt
+        allowed[0] -= 1
+        put(spec, data)
+
+    client.put_bucket = dies
+    with pytest.raises(KeyboardInterrupt):
+        push(client, base, 1, BUCKET)
+    assert rig.state() == ("preparing", "0") and len(rig.left()) == 2
+    first = sum(file.stat().st_size for file in rig.left())
+    made = push(rig.client(), base, 1, BUCKET)
+    assert rig.state() == ("serving", "1") and rig.holds()
+    whole = push(rig.client(), base, 2, BUCKET).sent
+    assert made.sent == whole - first
+
+
+def test_what_was_damaged_is_sent_again(rig, base):
+    client = rig.client()
+    put, spoil = client.put_bucket, [1, 3]
+
+    def flips(spec, data):
+        if spec.index in spoil:
+            spoil.remove(spec.index)
+            data = data.clone()
+            data[9] ^= 1
+        put(spec, data)
+
+    client.put_bucket = flips
+    push(client, base, 1, BUCKET)
+    assert not spoil and rig.state() == ("serving", "1") and rig.holds()
+
+
+def rewritten(base: Path, out: Path, change) -> Path:
+    """A copy of a checkpoint whose tensors were changed."""
+    out.mkdir()
+    (out / "config.json").write_text((base / "config.json").read_text())
+    state = load_file(base / "model.safetensors")
+    change(state)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(out / "model.safetensors"))
+    return out
+
+
+GATE, BIAS, EXPERT = (
+    f"model.layers.1.mlp.{name}" for name in ("gate.weight", "gate.expert_bias", "experts.0.up_proj.weight")
+)
+CHANGES = {
+    "missing": (lambda s: s.pop(BIAS), "1 of .* tensors are missing, e.g. .*expert_bias"),
+    "unexpected": (lambda s: s.update(extra=torch.zeros(1)), "'extra' is not part of this checkpoint"),
+    "prefixed": (lambda s: s.update({f"module.{EXPERT}": s.pop(EXPERT)}), "'module.* is not part of this checkpoint"),
+    "mis-shaped": (lambda s: s.update({EXPERT: s[EXPERT][:-1]}), "up_proj.weight' has shape"),
+    "mis-typed": (lambda s: s.update({GATE: s[GATE].int()}), "gate.weight' has dtype"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_refused_before_the_first_byte(rig, base, tmp_path, name):
+    change, message = CHANGES[name]
+    with pytest.raises(LayoutError, match=message):
+        push(rig.client(), rewritten(base, tmp_path / "other", change), 1)
+    assert rig.state() == ("serving", "0") and rig.service.staging is None and not rig.engine.calls
+
+
+def test_a_tensor_in_two_files(rig, base):
+    state = load_file(base / "model.safetensors")
+    save_file({EXPERT: state[EXPERT]}, str(base / "second.safetensors"))
+    with pytest.raises(LayoutError, match="'.*up_proj.weight' is sent twice"):
+        push(rig.client(), base, 1)
+
+
+def test_a_checkpoint_of_another_size(rig, tmp_path):
+    write_tiny_model(tmp_path / "larger", layers=3, hidden=32, head_dim=16)
+    with pytest.raises(WeightSyncError, match=r"\(422\): \d+ tensors of the manifest are not those of this engine"):
+        push(rig.client(), tmp_path / "larger", 1)
+    assert rig.state() == ("serving", "0")
+
+
+def test_fused_experts_are_taken(rig, base, tmp_path):
+    """One tensor per projection, as some trainers write: the stock engine would leave them out."""
+
+    def fuse(state):
+        prefix = "model.layers.1.mlp.experts"
+        for projection in ("gate_proj", "up_proj", "down_proj"):
+            names = sorted(
+                (n for n in state if n.startswith(prefix) and projection in n), key=lambda n: int(n.split(".")[5])
+            )
+            state[f"{prefix}.{projection}"] = torch.stack([state.pop(n) for n in names])
+
+    push(rig.client(), rewritten(base, tmp_path / "fused", fuse), 1, BUCKET)
+    assert rig.holds()
+
+
+def test_no_checkpoint(rig, tmp_path, base):
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text((base / "config.json").read_text())
+    with pytest.raises(WeightSyncError, match=r"has no \*.safetensors file"):
+        push(rig.client(), tmp_path / "none", 1)
+    (base / "model.safetensors").write_bytes(b"no safetensors")
+    with pytest.raises(WeightSyncError, match="model.safetensors cannot be read"):
+        push(rig.client(), base, 1)
+
+
+def test_the_index_says_which_files_count(base, tmp_path):
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "lost.safetensors"}}))
+    with pytest.raises(WeightSyncError, match=r"lacks lost\.safetensors, which its index names"):
+        list(headers(base))
+
+
+def test_runs_are_named_after_their_files(base):
+    first = run_id(base, BUCKET)
+    assert first == run_id(base, BUCKET) != run_id(base, 2 * BUCKET)
+    save_file({"a": torch.zeros(1)}, str(base / "model.safetensors"))
+    assert run_id(base, BUCKET) != first
+    assert not (base / INDEX).exists() and verify(base) is None

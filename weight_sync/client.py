@@ -1,0 +1,157 @@
+"""The sender's side of ``weight_sync.service``: a server with sessions as an engine of the publisher.
+
+``ServiceControl`` stages an update while the server serves; ``StreamControl`` sends it straight into a closed engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import Tensor
+
+from weight_sync.control import serialise
+from weight_sync.frames import frame
+from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, ResendError, Slots, WeightSyncError
+
+
+class ServiceControl:
+    """A rollout server that stages an update while it serves, and applies it at the commit.
+
+    Args:
+        url: its address, e.g. ``http://127.0.0.1:30000``.
+        admin_key: value of the server's ``--admin-api-key``, if it has one.
+        timeout: seconds until a call is given up; a commit may take this and ``drain_seconds``.
+        drain_seconds: how long requests that run at the commit may take to end on their own; afterwards they are
+            aborted at their next block boundary.
+    """
+
+    def __init__(
+        self, url: str, admin_key: str | None = None, timeout: float = 300.0, drain_seconds: float = 60.0
+    ) -> None:
+        self.url, self.timeout, self.drain_seconds = url.rstrip("/"), timeout, drain_seconds
+        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+
+    def call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
+        """One step; the decoded answer.
+
+        Raises:
+            ResendError: a bucket did not arrive as it was sent; the update goes on when it comes again.
+            WeightSyncError: the server refused or did not answer.
+        """
+        try:
+            answer = self.client.request(method, f"/weights/v1{path}", **arguments)
+        except httpx.HTTPError as error:
+            raise WeightSyncError(f"server {self.url} did not answer {method} {path}: {error!r}") from error
+        try:
+            decoded = answer.json()
+        except ValueError:
+            decoded = {"error": answer.text[:500]}
+        if answer.status_code != 200:
+            message = decoded.get("error") or decoded.get("detail") or decoded
+            if answer.status_code == 404 and message == "Not Found":
+                message = "it has no weight sessions; start it with `python -m rollout.server`"
+            if answer.status_code == 401:
+                message = "it wants its admin key; give --admin-api-key"
+            resend = answer.status_code == 422 and (method == "PUT" or path.endswith(("/prepare", "/messages")))
+            kind = ResendError if resend else WeightSyncError
+            raise kind(f"server {self.url} refused {method} {path} ({answer.status_code}): {message}")
+        return decoded
+
+    def state(self) -> dict[str, Any]:
+        """State, version, open session, dtype of the weights."""
+        return self.call("GET", "/state")
+
+    def open(self, manifest: Manifest) -> list[int] | None:
+        """Begin an update or go on with it; which buckets are missing, None if it has been committed."""
+        answer = self.call("POST", "/sessions", json=json.loads(manifest.encode()))
+        return None if answer["committed"] else answer["missing"]
+
+    def begin(self, manifest: Manifest) -> None:
+        """``open``, for the publisher."""
+        self.open(manifest)
+
+    def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
+        raise WeightSyncError("device buffers cannot wait for a commit; use StreamControl")
+
+    def send_bucket(self, spec: BucketSpec, data: Tensor | None = None) -> str:
+        """Send the bytes of one bucket (uint8, host memory, or those of ``spec.file``).
+
+        Returns:
+            After the last bucket the checksum of all tensors as they have arrived, otherwise "".
+        """
+        self.put_bucket(spec, data)
+        return self.prepare(spec.run_id, spec.version) if spec.last else ""
+
+    def put_bucket(self, spec: BucketSpec, data: Tensor | None = None) -> None:
+        """Send the bytes of one bucket, in any order; ``prepare`` follows when all are there."""
+        if data is None:
+            if spec.file is None:
+                raise WeightSyncError(f"bucket {spec.index} has no bytes to send")
+            data = torch.from_file(spec.file, size=spec.nbytes, dtype=torch.uint8)
+        body = frame(spec.encode()), data.contiguous().numpy().data
+        path = f"/sessions/{spec.run_id}/{spec.version}"
+        headers = {"Content-Length": str(len(body[0]) + spec.nbytes)}
+        self.call("PUT", f"{path}/buckets/{spec.index}", content=iter(body), headers=headers)
+
+    def send_directory(self, run_id: str, version: str, directory: Path) -> str:
+        """Have the server read a checkpoint from a file system that it shares; the checksum of its tensors."""
+        path = f"/sessions/{run_id}/{version}"
+        self.call("POST", f"{path}/directory", json={"path": str(directory.absolute())})
+        return self.prepare(run_id, version)
+
+    def prepare(self, run_id: str, version: str) -> str:
+        """Have the server verify all that has arrived; its checksum."""
+        return self.call("POST", f"/sessions/{run_id}/{version}/prepare")["checksum"]
+
+    def commit(self, run_id: str, version: str, checksum: str = "") -> None:
+        """Exchange the weights. May be repeated after a lost answer."""
+        body = {"drain_seconds": self.drain_seconds, "checksum": checksum}
+        path = f"/sessions/{run_id}/{version}/commit"
+        self.call("POST", path, timeout=self.timeout + self.drain_seconds, json=body)
+
+    def abort(self, run_id: str, version: str) -> None:
+        """Drop an update."""
+        self.call("POST", f"/sessions/{run_id}/{version}/abort")
+
+    def pause(self) -> None:
+        """Nothing: the server serves until the commit."""
+
+    def resume(self) -> None:
+        """Nothing: the server goes on by itself."""
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class StreamControl(ServiceControl):
+    """A rollout server that takes no requests from the beginning of an update to its commit.
+
+    For ``weight_sync.transports.ipc`` on the server's own GPU, and ``shm`` on its host: nothing is copied twice.
+    """
+
+    tp_size = 1
+
+    def open(self, manifest: Manifest) -> list[int] | None:
+        self.tp_size = self.state()["tp_size"]
+        body = {**json.loads(manifest.encode()), "mode": "stream", "drain_seconds": self.drain_seconds}
+        answer = self.call("POST", "/sessions", json=body, timeout=self.timeout + self.drain_seconds)
+        return None if answer["committed"] else answer["missing"]
+
+    def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
+        self._relay(Slots(run_id, version), buffers)
+
+    def send_bucket(self, spec: BucketSpec, data: Tensor | None = None) -> str:
+        """Returns when every rank has copied the bucket; after the last one with the checksum of the engine."""
+        return self._relay(spec, [torch.empty(0, dtype=torch.uint8) if data is None else data]).partition(CHECKSUM)[2]
+
+    def _relay(self, message: BucketSpec | Slots, tensors: Sequence[Tensor]) -> str:
+        encoded = message.encode()
+        payload = [serialise(encoded, tensors) for _ in range(self.tp_size)]
+        path = f"/sessions/{message.run_id}/{message.version}/messages"
+        return self.call("POST", path, json={"header": json.loads(encoded), "payload": payload})["answer"]

@@ -1,0 +1,63 @@
+"""A bucket as the body of a request: 8 bytes length of the header (little-endian), the header as JSON, the bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from weight_sync.buckets import Placement
+from weight_sync.messages import BucketSpec
+from weight_sync.staging import StagingError
+
+HEADER_BYTES = 64 << 20
+"""Largest header of a bucket; one of LLaDA2-mini's takes a few kilobytes."""
+
+
+def take_header(buffer: bytearray) -> dict[str, Any] | None:
+    """Take the header from the beginning of a bucket's body; None if it has not arrived yet."""
+    if len(buffer) < 8:
+        return None
+    length = int.from_bytes(buffer[:8], "little")
+    if length > HEADER_BYTES:
+        raise StagingError(f"a bucket's header has {length} bytes, at most {HEADER_BYTES} are taken")
+    if len(buffer) < 8 + length:
+        return None
+    try:
+        header = json.loads(bytes(buffer[8 : 8 + length]))
+    except ValueError as error:
+        raise StagingError(f"the header of the bucket is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise StagingError("the header of the bucket is not an object")
+    del buffer[: 8 + length]
+    return header
+
+
+def frame(header: str) -> bytes:
+    """What comes before a bucket's bytes."""
+    encoded = header.encode()
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+def bucket_spec(raw: dict) -> BucketSpec:
+    """A bucket's header from JSON of a stranger.
+
+    Raises:
+        StagingError: a field is missing or of another type.
+    """
+    try:
+        spec = BucketSpec.from_dict({k: v for k, v in raw.items() if k not in ("file", "slot")})
+        for placement in spec.placements:
+            _check_placement(placement)
+        if not (isinstance(spec.index, int) and isinstance(spec.nbytes, int) and isinstance(spec.last, bool)):
+            raise TypeError("index, nbytes or last")
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise StagingError(f"the header of the bucket is not one: {error}") from error
+    return spec
+
+
+def _check_placement(placement: Placement) -> None:
+    sizes = (*placement.shape, placement.offset, placement.start)
+    if not all(isinstance(n, int) and n >= 0 for n in sizes) or not isinstance(placement.torch_dtype, torch.dtype):
+        raise ValueError(f"placement {placement}")

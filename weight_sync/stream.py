@@ -1,0 +1,111 @@
+"""Updates that do not wait in a staging area: the gate closes first, and buckets go straight into the engine.
+
+For a sender on the engine's own GPU, whose buffers are the staging area (CUDA IPC), or where there is no room for one.
+A sender that dies after its first bucket leaves a broken engine, which says so and takes the next complete update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from weight_sync.gate import Rejected
+from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, WeightSyncError
+from weight_sync.service import WeightService
+from weight_sync.session import Key, Refused, Session
+
+
+class Streams:
+    """Streamed updates of a service's engine.
+
+    Attributes:
+        lock: one message at a time reaches the engine.
+        held: checksum that the engine has arrived at, after the last bucket.
+    """
+
+    def __init__(self, service: WeightService) -> None:
+        self.service = service
+        self.lock = asyncio.Lock()
+        self.held = ""
+
+    async def open(self, manifest: Manifest, drain_seconds: float) -> dict[str, Any]:
+        """Close the gate, let the engine run empty and announce the update; on failure the old weights go on."""
+        service, machine = self.service, self.service.machine
+        service.tidy()
+        service.check(manifest)
+        key = (manifest.run_id, manifest.version)
+        async with self.lock:
+            session = machine.open(key, manifest.digest, service.clock(), "stream", manifest.base_version)
+            if session is None:
+                return {"committed": True, "missing": []}
+            service.drop_staging()
+            if not machine.fenced:
+                machine.fence(key, service.clock())
+                service.keep()
+                try:
+                    with service.busy(session):
+                        service.control.drain_seconds = drain_seconds
+                        await asyncio.to_thread(service.control.pause)
+                        await asyncio.to_thread(service.control.begin, manifest)
+                except WeightSyncError as error:
+                    await self._fail(key, error)
+            return {"committed": False, "missing": session.missing()}
+
+    async def relay(self, key: Key, header: dict[str, Any], payload: Sequence[str]) -> dict[str, Any]:
+        """Hand a message to the loader of every rank.
+
+        Args:
+            header: of the message; buckets are counted.
+            payload: for every tensor-parallel rank, the message as ``weight_sync.control.serialise`` makes it.
+
+        Raises:
+            ResendError: the loader has used nothing of it, and takes it when it comes again.
+        """
+        service, machine = self.service, self.service.machine
+        async with self.lock:
+            service.tidy()
+            session = machine.opened(key, "stream")
+            with service.busy(session):
+                return {"answer": await self._deliver(session, header, payload)}
+
+    async def _deliver(self, session: Session, header: dict[str, Any], payload: Sequence[str]) -> str:
+        service, machine, key = self.service, self.service.machine, session.key
+        if header.get("kind") != "bucket":
+            return await asyncio.to_thread(service.control.deliver, payload)
+        spec = BucketSpec.from_dict(header)
+        machine.expects(key, spec.index, spec.checksum, spec.last)
+        if not session.touched:
+            machine.touch(key, service.clock())
+        answer = await asyncio.to_thread(service.control.deliver, payload)
+        if spec.index not in session.received:
+            machine.apply(key, spec.index, spec.checksum, spec.last, service.clock())
+        if spec.last:
+            self.held = answer.partition(CHECKSUM)[2]
+        return answer
+
+    async def commit(self, key: Key, checksum: str) -> dict[str, Any]:
+        """Serve what was streamed, if it is all there and the engine holds it as it was sent."""
+        service, machine = self.service, self.service.machine
+        async with self.lock:
+            if machine.committed == key and machine.version == key[1]:
+                return service.state()
+            session = machine.opened(key, "stream")
+            if not session.complete:
+                raise Refused(f"buckets {session.missing()[:8]} of version {key[1]} are missing; send them")
+            try:
+                if checksum and checksum != self.held:
+                    raise WeightSyncError(f"the engine holds weights with checksum {self.held}, the sender {checksum}")
+                with service.busy(session):
+                    await asyncio.to_thread(service.control.commit, *key, self.held)
+                    await asyncio.to_thread(service.control.resume)
+            except WeightSyncError as error:
+                await self._fail(key, error)
+            machine.finish(key)
+            service.checksum, service.error = self.held, None
+            return service.state()
+
+    async def _fail(self, key: Key, error: Exception) -> None:
+        self.service.machine.fail(key, f"version {key[1]} was not applied completely: {error}")
+        await self.service.after_failure(key)
+        raise Rejected(504 if self.service.machine.admits else 502, str(error)) from error
