@@ -1,7 +1,8 @@
 """Likelihoods side by side: what they cost, and how far they are from what they estimate.
 
     python -m recipes.bench_likelihood                                  # a random tiny model
-    python -m recipes.bench_likelihood --device cuda --model-path DIR --prompt 256 --response 2048 --json FILE
+    python -m recipes.bench_likelihood --device cuda --dtype bfloat16 --model-path DIR --checkpoint-layers \\
+        --prompt 256 --response 2048 --samples 1 --row 8192 --json FILE
 
 Cost: tokens of the forward pass, as a multiple of the P + R of the sequences too, and seconds, for random sequences of
 one shape. Accuracy: mean and standard deviation over many draws of the masks on a small random model, against the ELBO
@@ -26,13 +27,14 @@ from rich.table import Table
 from tqdm import tqdm
 
 from dllm.attention import attention_for
-from dllm.config import ConfigError, resolve
+from dllm.config import ConfigError, load_hf_config, resolve
 from dllm.decoding import SamplingBatch, SamplingParams, make_decoder
 from dllm.likelihood import Coupled, Elbo, Exact, Likelihood, OneStep, States
 from dllm.likelihood.enumeration import estimate, score_all_states
 from dllm.likelihood.exact import target_head
 from dllm.likelihood.states import content_generator, forward_tokens, pack_states, split
 from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
+from dllm.models import BlockDiffusionLM, model_class
 from dllm.models.base import init_weights
 from dllm.models.checkpoint import load_model
 from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
@@ -42,7 +44,7 @@ from dllm.trace import RolloutTrace
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 VOCAB, MASK = 48, 47
-KEEP, ROW = 0.25, 512
+KEEP = 0.25
 
 
 def random_model(seed: int, hidden: int = 64, layers: int = 3) -> LLaDA2MoeModelLM:
@@ -64,6 +66,36 @@ def random_model(seed: int, hidden: int = 64, layers: int = 3) -> LLaDA2MoeModel
     model = LLaDA2MoeModelLM(shape)
     init_weights(model, seed)
     return model.eval()
+
+
+@torch.no_grad()
+def random_weights(model_dir: str, dtype: torch.dtype, device: str, seed: int) -> BlockDiffusionLM:
+    """The network of a config.json, its weights drawn on ``device``: what a published model costs, without its files.
+
+    Raises:
+        ConfigError: the directory has no config.json of a known architecture.
+    """
+    config = load_hf_config(model_dir)
+    with torch.device("meta"):
+        model = model_class((config.get("architectures") or ["unknown"])[0], model_dir).from_hf(config)
+    model = in_dtype(model, dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
+    for buffer in model.buffers():
+        buffer.zero_()
+    return model
+
+
+def in_dtype(model: BlockDiffusionLM, dtype: torch.dtype) -> BlockDiffusionLM:
+    """All of the model in ``dtype``, but for what computes in fp32 everywhere."""
+    model.to(dtype)
+    for part in model.fp32_modules():
+        part.float()
+    return model
 
 
 def random_trace(
@@ -110,14 +142,27 @@ def kept_states(trace: RolloutTrace, mask_id: int) -> list[States]:
     return [subsample(states, probability, len(trace.replay_ids), content_generator(trace, "keep"))[0]]
 
 
-def methods() -> dict[str, Callable[[RolloutTrace, int], list[States]]]:
-    """What is measured: the states of one response, as one or several rows."""
-    alone = lambda likelihood: lambda trace, mask_id: [likelihood.states(trace, mask_id)]
+@dataclass(frozen=True)
+class Method:
+    """What is measured.
+
+    Attributes:
+        rows: the states of one response, as one or several rows.
+        passes: a forward pass for every row, as with micro-batches; else all rows are one batch.
+    """
+
+    rows: Callable[[RolloutTrace, int], list[States]]
+    passes: bool = False
+
+
+def methods(row: int) -> dict[str, Method]:
+    """Methods by name; ``row`` is the length of rows that are split."""
+    alone = lambda likelihood: Method(lambda trace, mask_id: [likelihood.states(trace, mask_id)])
     return {
         "exact": alone(Exact()),
-        f"exact, keep={KEEP}": kept_states,
-        f"exact, rows of {ROW}": lambda trace, mask_id: split(Exact().states(trace, mask_id), ROW),
-        "exact, a row per step": lambda trace, mask_id: row_per_step(Exact().states(trace, mask_id)),
+        f"exact, keep={KEEP}": Method(kept_states),
+        f"exact, rows of {row}": Method(lambda trace, mask_id: split(Exact().states(trace, mask_id), row), passes=True),
+        "exact, a row per step": Method(lambda trace, mask_id: row_per_step(Exact().states(trace, mask_id))),
         "elbo, stratified, 2": alone(Elbo(2)),
         "elbo, coupled, 1": alone(Elbo(1, "coupled")),
         "elbo, stratified, 16": alone(Elbo(16)),
@@ -137,7 +182,7 @@ class Cost:
     update_s: float
 
 
-def _weighted_sum(model: LLaDA2MoeModelLM, states: Sequence[States], size: int, mask_id: int, device: str) -> Any:
+def _weighted_sum(model: BlockDiffusionLM, states: Sequence[States], size: int, mask_id: int, device: str) -> Any:
     batch, weights = pack_states(states, size, device)
     sampling = SamplingBatch.from_params([SamplingParams()] * len(states), [0] * len(states), device)
     values = model(batch.input_ids, batch.position, attention_for(batch), target_head(batch, sampling, mask_id))
@@ -147,6 +192,8 @@ def _weighted_sum(model: LLaDA2MoeModelLM, states: Sequence[States], size: int, 
 def _fastest(action: Callable[[], Any], repeats: int, device: str) -> float:
     seconds = []
     for _ in range(repeats):
+        if device != "cpu":
+            torch.cuda.synchronize()
         start = time.perf_counter()
         action()
         if device != "cpu":
@@ -156,21 +203,24 @@ def _fastest(action: Callable[[], Any], repeats: int, device: str) -> float:
 
 
 def measure_cost(
-    model: LLaDA2MoeModelLM, traces: Sequence[RolloutTrace], mask_id: int, device: str, repeats: int
+    model: BlockDiffusionLM, traces: Sequence[RolloutTrace], mask_id: int, device: str, repeats: int, row: int
 ) -> list[Cost]:
     """Forward passes without gradients, and forward with backward, over all traces at once."""
     costs = []
     size = traces[0].block_size
-    for name, build in tqdm(methods().items(), desc="cost", unit="method", disable=None):
-        states = [row for trace in traces for row in build(trace, mask_id)]
+    for name, method in tqdm(methods(row).items(), desc="cost", unit="method", disable=None):
+        states = [piece for trace in traces for piece in method.rows(trace, mask_id)]
         tokens, multiple = forward_tokens(states, sum(t.prompt_len + len(t.replay_ids) for t in traces))
+        batches = [[piece] for piece in states] if method.passes else [states]
 
-        def forward(states: Sequence[States] = states) -> None:
+        def forward(batches: Sequence[Sequence[States]] = batches) -> None:
             with torch.no_grad():
-                _weighted_sum(model, states, size, mask_id, device)
+                for batch in batches:
+                    _weighted_sum(model, batch, size, mask_id, device)
 
-        def update(states: Sequence[States] = states) -> None:
-            _weighted_sum(model, states, size, mask_id, device).backward()
+        def update(batches: Sequence[Sequence[States]] = batches) -> None:
+            for batch in batches:
+                _weighted_sum(model, batch, size, mask_id, device).backward()
             model.zero_grad(set_to_none=True)
 
         forward()  # compiles and allocates
@@ -261,6 +311,8 @@ def accuracy_table(rows: Sequence[Accuracy], title: str) -> Table:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m recipes.bench_likelihood", description=__doc__.splitlines()[0])
     p.add_argument("--model-path", help="checkpoint for the cost table; without one a random tiny model")
+    p.add_argument("--random-weights", action="store_true", help="read the config.json of --model-path only")
+    p.add_argument("--checkpoint-layers", action="store_true", help="recompute layers in backward, as training may")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     p.add_argument("--dtype", default="float32", choices=tuple(DTYPES))
     p.add_argument("--prompt", type=int, default=40, help="tokens of the prompt")
@@ -268,6 +320,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--block-size", type=int, default=32, help="without --model-path only")
     p.add_argument("--tokens-per-step", type=float, default=2.55, help="tokens revealed per denoise step")
     p.add_argument("--samples", type=int, default=4, help="sequences in the batch")
+    p.add_argument("--row", type=int, default=512, help="length of the rows in 'exact, rows of ...'")
     p.add_argument("--repeats", type=int, default=3, help="timed passes, of which the fastest counts")
     p.add_argument("--draws", type=int, default=2000, help="draws of the masks per estimator")
     p.add_argument("--seed", type=int, default=0)
@@ -281,9 +334,11 @@ def check(args: argparse.Namespace, block_size: int) -> None:
     Raises:
         ConfigError: an argument is out of range or the sequence does not end on the grid.
     """
-    for name in ("prompt", "response", "samples", "repeats"):
+    for name in ("prompt", "response", "samples", "repeats", "row"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} is below 1; give a positive number")
+    if args.random_weights and not args.model_path:
+        raise ConfigError("--random-weights needs --model-path with the config.json of the network; add it")
     if args.draws < 2:
         raise ConfigError(f"--draws {args.draws} leaves no deviation to compute; give at least 2")
     if args.tokens_per_step < 1:
@@ -297,23 +352,34 @@ def check(args: argparse.Namespace, block_size: int) -> None:
         raise ConfigError(f"--json {args.json} lies in a directory that does not exist; create it first")
 
 
+def _network(args: argparse.Namespace) -> BlockDiffusionLM:
+    dtype = DTYPES[args.dtype]
+    if not args.model_path:
+        return in_dtype(random_model(args.seed), dtype).to(args.device)
+    if args.random_weights:
+        return random_weights(args.model_path, dtype, args.device, args.seed)
+    return load_model(args.model_path, dtype, args.device)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         found = resolve(args.model_path) if args.model_path else None
         size, mask_id = (found.block_size, found.mask_id) if found else (args.block_size, MASK)
         check(args, size)
-        model = load_model(args.model_path, DTYPES[args.dtype], args.device) if found else random_model(args.seed)
+        model = _network(args)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    model = model.to(args.device, DTYPES[args.dtype])
+    model.checkpoint_layers = args.checkpoint_layers
     generator = np.random.default_rng(args.seed)
     shape = (args.prompt, args.response, size, args.tokens_per_step, model.shape.vocab_size, mask_id)
     traces = [random_trace(generator, *shape) for _ in range(args.samples)]
-    costs = measure_cost(model, traces, mask_id, args.device, args.repeats)
+    costs = measure_cost(model, traces, mask_id, args.device, args.repeats, args.row)
     accuracy, elbo, decoder = measure_accuracy(args.draws, args.seed)
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     what = f"{args.samples} sequences, P={args.prompt}, R={args.response}, B={size}, {args.tokens_per_step} a step"
     console.print(cost_table(costs, f"Cost: {what}, {args.device}, {args.dtype}"))
     truth = f"ELBO {elbo:.3f}, decoder {decoder:.3f}"

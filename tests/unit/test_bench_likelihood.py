@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+import torch
 
 from dllm.likelihood import Exact
 from dllm.likelihood.states import forward_tokens
 from recipes import bench_likelihood as bench
+from tests.support import small_config
 
 SMALL = ["--device", "cpu", "--prompt", "5", "--response", "11", "--block-size", "8", "--repeats", "1"]
 
@@ -55,6 +58,41 @@ def test_a_row_per_step_repeats_the_clean_tokens():
     assert tokens == 8 * len(rows) + 8 * len(states.sample.slices) and multiple == tokens / 16
 
 
+def test_random_weights_have_the_shape_of_a_config(tmp_path):
+    write_config(tmp_path)
+    model = bench.random_weights(str(tmp_path), torch.bfloat16, "cpu", 0)
+    router = next(model.routers())
+    assert (router.weight.dtype, model.lm_head.weight.dtype) == (torch.float32, torch.bfloat16)
+    assert float(model.lm_head.weight.float().std()) == pytest.approx(32**-0.5, rel=0.05)
+    assert float(router.expert_bias.abs().max()) == 0
+    assert all((parameter == 1).all() for parameter in model.parameters() if parameter.dim() == 1)
+    again = bench.random_weights(str(tmp_path), torch.bfloat16, "cpu", 0)
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+
+
+def write_config(directory) -> None:
+    shape = asdict(small_config()) | {"architectures": ["LLaDA2MoeModelLM"]}
+    (directory / "config.json").write_text(json.dumps(shape))
+
+
+def test_split_rows_are_passes_of_their_own(fewer, tmp_path, monkeypatch):
+    """Layers are recomputed, and the rows of a method that splits come one by one."""
+    write_config(tmp_path)
+    keys = {"block_size": 8, "mask_token_id": 1, "eos_token_id": 2}
+    config = json.loads((tmp_path / "config.json").read_text()) | keys
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    seen, original = [], bench.pack_states
+    monkeypatch.setattr(bench, "pack_states", lambda states, *rest: seen.append(len(states)) or original(states, *rest))
+    more = ["--model-path", str(tmp_path), "--random-weights", "--checkpoint-layers", "--samples", "2", "--row", "16"]
+    assert bench.main([*SMALL, *more, "--draws", "2"]) == 0
+    pieces = 2 * len(bench.split(Exact().states(a_trace(), 1), 16))
+    assert pieces > 4 and seen.count(1) >= 3 * pieces, "warm-up, forward and update"
+
+
+def a_trace():
+    return bench.random_trace(np.random.default_rng(0), 5, 11, 8, 2.55, 64, 1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -62,6 +100,8 @@ def test_a_row_per_step_repeats_the_clean_tokens():
             ["--response", "12"],
             "--prompt 5 and --response 12 do not end on the grid of block size 8; make the response 19",
         ),
+        (["--row", "0"], "--row 0 is below 1; give a positive number"),
+        (["--random-weights"], "--random-weights needs --model-path"),
         (["--samples", "0"], "--samples 0 is below 1; give a positive number"),
         (["--draws", "1"], "--draws 1 leaves no deviation to compute; give at least 2"),
         (["--tokens-per-step", "0.5"], "--tokens-per-step 0.5 is below 1; a step reveals at least one token"),
