@@ -28,44 +28,19 @@ from tqdm import tqdm
 
 from dllm.attention import attention_for
 from dllm.config import ConfigError, load_hf_config, resolve
-from dllm.decoding import SamplingBatch, SamplingParams, make_decoder
-from dllm.likelihood import Coupled, Elbo, Exact, Likelihood, OneStep, States
-from dllm.likelihood.enumeration import estimate, score_all_states
+from dllm.decoding import SamplingBatch, SamplingParams
+from dllm.likelihood import Coupled, Elbo, Exact, OneStep, States
 from dllm.likelihood.exact import target_head
 from dllm.likelihood.states import content_generator, forward_tokens, pack_states, split
 from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
 from dllm.models import BlockDiffusionLM, model_class
-from dllm.models.base import init_weights
 from dllm.models.checkpoint import load_model
-from dllm.models.llada2 import LLaDA2Config, LLaDA2MoeModelLM
-from dllm.reference import decode
 from dllm.replay import SampleSlices
 from dllm.trace import RolloutTrace
+from recipes.likelihood_accuracy import MASK, Accuracy, measure_accuracy, random_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-VOCAB, MASK = 48, 47
 KEEP = 0.25
-
-
-def random_model(seed: int, hidden: int = 64, layers: int = 3) -> LLaDA2MoeModelLM:
-    """A random network with every part of the real one."""
-    shape = LLaDA2Config(
-        vocab_size=VOCAB,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=hidden // 2,
-        n_group=4,
-        topk_group=2,
-    )
-    model = LLaDA2MoeModelLM(shape)
-    init_weights(model, seed)
-    return model.eval()
 
 
 @torch.no_grad()
@@ -228,60 +203,6 @@ def measure_cost(
             Cost(name, tokens, multiple, _fastest(forward, repeats, device), _fastest(update, repeats, device))
         )
     return costs
-
-
-# Accuracy
-
-
-@dataclass
-class Accuracy:
-    """One row of the accuracy table, in nats."""
-
-    method: str
-    states_per_block: float
-    mean: float
-    deviation: float
-    bias: float
-    bias_error: float
-    against_decoder: float
-
-
-def estimators() -> dict[str, Likelihood]:
-    return {
-        "elbo, iid, 2": Elbo(2, "iid"),
-        "elbo, stratified, 2": Elbo(2),
-        "elbo, stratified, 3": Elbo(3),
-        "elbo, coupled, 1": Elbo(1, "coupled"),
-        "elbo, stratified, 16": Elbo(16),
-        "one_step": OneStep(),
-        "coupled": Coupled(),
-    }
-
-
-def measure_accuracy(draws: int, seed: int, block_size: int = 8) -> tuple[list[Accuracy], float, float]:
-    """Estimators on one decoded response of a random model.
-
-    Returns:
-        Rows, the enumerated ELBO and the log-likelihood of the decoder.
-    """
-    model = random_model(seed)
-    generator = np.random.default_rng(seed)
-    prompt = generator.integers(0, MASK, block_size + 3).tolist()
-    decoder = make_decoder("SelectThenSample", MASK, {"threshold": 0.15})
-    with torch.no_grad():
-        trace = decode(model, prompt, decoder, block_size=block_size, max_new_tokens=2 * block_size - 3, seed=seed)
-    scores = score_all_states(model, trace, MASK)
-    exact = estimate(Elbo(noise="all").states(trace, MASK), scores)
-    decoded = float(trace.logprob.sum())
-    rows = []
-    for name, likelihood in tqdm(estimators().items(), desc="accuracy", unit="method", disable=None):
-        states = [likelihood.states(trace, MASK, generator) for _ in range(draws)]
-        values = np.asarray([estimate(s, scores) for s in states])
-        slices = float(np.mean([len(s.sample.slices) for s in states])) / len(trace.steps_per_block)
-        mean, deviation = float(values.mean()), float(values.std(ddof=1))
-        error = deviation / draws**0.5
-        rows.append(Accuracy(name, slices, mean, deviation, mean - exact, error, mean - decoded))
-    return rows, exact, decoded
 
 
 # Output
