@@ -15,7 +15,7 @@ from weight_sync.routes import weight_routes
 from weight_sync.service import WeightService
 
 HARMLESS = ("/rollout/abort", "/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/parse_function_call")
-"""Requests without the admin's rights that change or end nothing, or end what runs."""
+"""Requests without the administrator's rights that decode nothing."""
 
 
 def install(app: Any, server_args: Any, dtype: str | None = None) -> WeightService:
@@ -58,18 +58,15 @@ def own_control(server_args: Any) -> EngineControl:
 
 
 def generates(app: Any) -> Callable[[dict[str, Any]], bool]:
-    """Which requests make the engine decode: those that post something and do not need the admin's rights."""
-    known: dict[str, bool] = {}
-
-    def look_up() -> None:
-        for route in app.routes:
-            posts = {"POST", "PUT"} & set(getattr(route, "methods", None) or ())
-            if posts and not hasattr(route.endpoint, "_auth_level"):
-                known[route.path] = route.path not in HARMLESS
+    """Which requests make the engine decode: whatever posts something, unless it is known to be something else."""
+    others: list[Any] = []
 
     def check(scope: dict[str, Any]) -> bool:
-        if not known:
-            look_up()
-        return scope["method"] in ("POST", "PUT") and known.get(scope["path"], False)
+        if scope["method"] not in ("POST", "PUT") or scope["path"] in HARMLESS:
+            return False
+        if not others:
+            marked = [route for route in app.routes if hasattr(getattr(route, "endpoint", None), "_auth_level")]
+            others.extend(route.path_regex for route in marked)
+        return not any(pattern.match(scope["path"]) for pattern in others)
 
     return check

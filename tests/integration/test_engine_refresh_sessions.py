@@ -235,7 +235,7 @@ def test_a_connection_that_is_lost_in_the_middle_of_a_bucket(sessions, tiny, mas
     sessions.serves(mask_likely, str(version))
 
 
-def staged(sessions: Sessions, model: TinyModel, spoil: Callable[[], None]) -> ServiceControl:
+def staged(sessions: Sessions, spoil: Callable[[], None]) -> ServiceControl:
     """A client whose commit comes after ``spoil()``."""
     client = sessions.client()
     original = client.commit
@@ -262,9 +262,9 @@ def test_a_streamed_update(sessions, tiny, mask_likely):
     sessions.serves(mask_likely, str(sessions.last))
 
 
-def flip_a_staged_byte() -> None:
+def flip_a_staged_byte(server: Server) -> None:
     """Damage in memory between the last check and the engine."""
-    [file] = Path("/dev/shm").glob("weight_staging_*/2.bin")
+    [file] = Path("/dev/shm").glob(f"weight_staging_{server.process.pid}_*/2.bin")
     content = bytearray(file.read_bytes())
     content[1000] ^= 1
     file.write_bytes(content)
@@ -275,11 +275,19 @@ def test_an_engine_with_half_an_update_is_broken_until_a_whole_one(sessions, tin
     sessions.push(tiny)
     version = sessions.last + 1
     with pytest.raises(WeightSyncError, match=r"\(502\): .*bucket 2 was damaged"):
-        push(staged(sessions, mask_likely, flip_a_staged_byte), mask_likely.path, version, BUCKET)
+        push(
+            staged(sessions, mask_likely, lambda: flip_a_staged_byte(sessions.server)),
+            mask_likely.path,
+            version,
+            BUCKET,
+        )
     assert sessions.state() == ("broken", None)
     refused = sessions.server.client.post("/generate", json={"input_ids": tiny.prompt(9)})
     assert refused.status_code == 503 and refused.json()["weight_state"] == "broken"
     assert sessions.server.client.get("/health").status_code == 503
+    assert sessions.server.client.post("/v1/completions", json={}).status_code == 503
+    flush = sessions.server.client.post("/flush_cache", headers={"Authorization": f"Bearer {KEY}"})
+    assert flush.status_code != 503, "the administrator's requests pass"
     after = sessions.push(mask_likely)
     assert sessions.state() == ("serving", after)
     sessions.serves(mask_likely, after)
@@ -294,7 +302,7 @@ def test_a_killed_scheduler_is_no_success(sessions, tiny):
         scheduler.kill()
 
     with pytest.raises(WeightSyncError):
-        push(staged(sessions, tiny, kill), tiny.path, sessions.last + 1, BUCKET)
+        push(staged(sessions, kill), tiny.path, sessions.last + 1, BUCKET)
 
     def gone() -> bool:
         try:
