@@ -25,7 +25,7 @@ def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size
     Args:
         model_path: directory with config.json.
         rank, size: tensor-parallel rank and number of ranks, which are processes that call this at the same time.
-        port: where the ranks meet; needed if ``size`` is not 1.
+        port: where the ranks meet; needed if ``size`` is not 1. Later models of a process are of the same ranks.
     """
     if device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -36,7 +36,11 @@ def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size
 
     rollout.plugin.register()
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel
+    from sglang.srt.distributed import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
     from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
@@ -53,10 +57,11 @@ def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size
     set_global_server_args_for_scheduler(args)
     backend = "gloo" if device == "cpu" else "nccl"
     meeting = f"tcp://127.0.0.1:{port or get_free_port()}"
-    init_distributed_environment(
-        backend=backend, world_size=size, rank=rank, local_rank=rank, distributed_init_method=meeting
-    )
-    initialize_model_parallel(tensor_model_parallel_size=size, backend=backend)
+    if not model_parallel_is_initialized():
+        init_distributed_environment(
+            backend=backend, world_size=size, rank=rank, local_rank=rank, distributed_init_method=meeting
+        )
+        initialize_model_parallel(tensor_model_parallel_size=size, backend=backend)
     config = ModelConfig.from_server_args(args)
     initialize_dp_attention(args, config)
     initialize_moe_config(args)

@@ -1,0 +1,164 @@
+"""Weights over a process group to receivers in processes of their own: all ranks, both ways, trainers that die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support import small_model
+from tests.unit.receiver import LocalEngine, Receiver
+from weight_sync import loader
+from weight_sync.buckets import Bucket
+from weight_sync.layout import CheckpointLayout
+from weight_sync.messages import BucketSpec, Commit, Manifest, WeightSyncError
+from weight_sync.publisher import WeightPublisher
+from weight_sync.receiver import Staged, hand_over, main, receive
+from weight_sync.transports.collective import Channel, CollectiveTransport
+
+LAYOUT = CheckpointLayout(small_model(), torch.float32)
+SHAPES = {name: spec.shape for name, spec in LAYOUT.wire.items()}
+FORK = multiprocessing.get_context("fork")
+BUCKET = 8192
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def engine_process(port: int, rank: int, size: int, events) -> None:
+    """A receiver beside an engine whose loader runs here; says what the engine holds after every commit."""
+    loader.STATE = loader.LoaderState()
+
+    class Told(LocalEngine):
+        def resume(self) -> None:
+            super().resume()
+            seed = int(loader.STATE.label) if loader.STATE.label else -1
+            events.put((rank, loader.STATE.label, self.receiver.holds(small_model(seed).state_dict()), self.calls[:2]))
+
+    receive(("127.0.0.1", port), rank, size, Told(Receiver(SHAPES)), timeout=5)
+
+
+@pytest.fixture
+def fleet() -> Iterator:
+    """Starts ``count`` receivers; (port, queue of what their engines hold)."""
+    processes = []
+
+    def start(count: int):
+        port, events = free_port(), FORK.Queue()
+        for rank in range(1, count + 1):
+            processes.append(FORK.Process(target=engine_process, args=(port, rank, count + 1, events), daemon=True))
+            processes[-1].start()
+        return port, events
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def publish(port: int, size: int, seed: int, point_to_point: bool = False, transport=CollectiveTransport):
+    channel = Channel("127.0.0.1", port, 0, size, timeout=20)
+    sender = transport(channel, point_to_point)
+    publisher = WeightPublisher(LAYOUT, sender, sender.engines(), BUCKET)
+    return publisher.publish(small_model(seed).state_dict(), str(seed)), publisher
+
+
+@pytest.mark.parametrize(("count", "point_to_point"), [(1, False), (2, False), (2, True)])
+def test_all_receivers_hand_over_what_was_sent(fleet, count, point_to_point):
+    port, events = fleet(count)
+    report, publisher = publish(port, count + 1, 3, point_to_point)
+    assert report.buckets > 5 and report.version == "3"
+    told = sorted(events.get(timeout=20) for _ in range(count))
+    assert told == [(rank, "3", True, ["pause", "begin"]) for rank in range(1, count + 1)]
+    publisher.publish(small_model(4).state_dict(), "4")
+    assert {events.get(timeout=20)[1:3] for _ in range(count)} == {("4", True)}
+
+
+class Dying(CollectiveTransport):
+    """A trainer that is killed in the middle of a bucket: the header is out, the bytes are not."""
+
+    def send(self, bucket, spec, engines):
+        if bucket.index == 2:
+            for engine in engines:
+                self.channel.tell(engine.rank, '{"broadcast": true}\n' + spec.encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().send(bucket, spec, engines)
+
+
+def test_a_trainer_that_dies_leaves_the_engine_alone(fleet):
+    """The engine never hears of the unfinished update; the next trainer, at the same address, gets through."""
+    port, events = fleet(1)
+    trainer = FORK.Process(target=publish, args=(port, 2, 5), kwargs={"transport": Dying})
+    trainer.start()
+    trainer.join(30)
+    assert trainer.exitcode == -signal.SIGKILL
+    with pytest.raises(queue.Empty):
+        events.get(timeout=0.5)
+    publish(port, 2, 6)
+    _, version, holds, calls = events.get(timeout=20)
+    assert (version, holds) == ("6", True) and calls == ["pause", "begin"], "its first update is the second one sent"
+
+
+class Flipping(CollectiveTransport):
+    flipped = False
+
+    def send(self, bucket, spec, engines):
+        if bucket.index == 1 and not self.flipped:
+            self.flipped = True
+            data = bucket.data.clone()
+            data[5] ^= 1
+            bucket = Bucket(bucket.index, data, bucket.placements, bucket.last)
+        return super().send(bucket, spec, engines)
+
+
+def test_a_damaged_bucket_is_sent_again(fleet):
+    port, events = fleet(1)
+    report, _ = publish(port, 2, 7, transport=Flipping)
+    assert report.resent == 1 and events.get(timeout=20)[2]
+
+
+def test_an_engine_that_refuses_is_not_opened(monkeypatch):
+    """A commit of other weights than were sent: the engine has taken bytes and stays closed."""
+    monkeypatch.setattr(loader, "STATE", loader.LoaderState())
+    from tests.unit.test_weight_loader import manifest, parts
+
+    staged, engine = Staged(manifest()), LocalEngine(Receiver(SHAPES))
+    for spec, data in parts():
+        last = staged.take(spec, data)
+    with pytest.raises(WeightSyncError, match=f"holds weights with checksum {last}, not 0000"):
+        hand_over(staged, engine, "0" * 16)
+    assert "resume" not in engine.calls and engine.calls[-1] == "abort"
+
+
+def test_what_is_staged_must_be_whole():
+    staged = Staged(Manifest("run", "1", LAYOUT.tensors(), LAYOUT.nbytes))
+    data = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(WeightSyncError, match="resend: bucket 1 arrived where 0 was due"):
+        staged.take(BucketSpec("run", "1", 1, False), data)
+    with pytest.raises(WeightSyncError, match="resend: bucket 0 was damaged"):
+        staged.take(BucketSpec("run", "1", 0, False, checksum="xxh3:0"), data)
+    with pytest.raises(WeightSyncError, match="has no open update"):
+        staged.take(BucketSpec("other", "1", 0, False), data)
+    assert not staged.complete and Commit("run", "1").encode()
+
+
+def test_a_trainer_that_is_not_there():
+    with pytest.raises(WeightSyncError, match="no trainer at 127.0.0.1:"):
+        Channel("127.0.0.1", free_port(), 1, 2, timeout=1)
+
+
+@pytest.mark.parametrize("arguments", [["--meet", "nowhere"], ["--rank", "2"], ["--rank", "0"]])
+def test_wrong_arguments(arguments, capsys):
+    given = {"--engine": "http://x", "--meet": "h:1", "--rank": "1", "--size": "2"}
+    given |= dict([arguments])
+    assert main([part for pair in given.items() for part in pair]) == 2
+    assert "need HOST:PORT and 0 < rank < size" in capsys.readouterr().err
