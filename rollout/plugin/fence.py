@@ -19,8 +19,13 @@ POLL_SECONDS, ABORT_AGAIN_SECONDS = 0.005, 0.25
 
 async def _pause(original: Callable, manager: Any, request: Any) -> None:
     if request.mode != "abort":
-        await original(manager, request)
-        return
+        from fastapi import HTTPException
+
+        raise HTTPException(
+            400,
+            f"pause_generation mode {request.mode!r} leaves half-denoised blocks behind that the scheduler cannot take up "
+            "again; use mode 'abort', which ends requests at a block boundary",
+        )
     rid = request.rid or ""
     now = time.monotonic()
     abort_at = now + float(rid.removeprefix(DRAIN)) if rid.startswith(DRAIN) else now

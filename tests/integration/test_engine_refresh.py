@@ -22,7 +22,7 @@ from dllm.replay import build_slices
 from tests.integration.conftest import Request
 from tests.integration.oracle import TOLERANCE, TinyModel, assert_same
 from tests.integration.refresh import BUCKET, GREEDY, greedy
-from tests.support import sampling_batch
+from tests.support import ROOT, sampling_batch
 from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
@@ -183,3 +183,15 @@ def test_nan_weights_fail_the_requests_they_touch(server, tiny, sync):
     for answer, case in ((first, healthy[0]), (last, healthy[1])):
         assert answer.status_code == 200
         assert answer.json()["output_ids"] == case.trace.replay_ids[: case.trace.visible].tolist()
+
+
+def test_the_example_of_the_documentation(server, tiny, sync, capsys):
+    """docs/weight_sync.md, "From a training loop", as it stands there."""
+    page = (ROOT / "docs" / "weight_sync.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    scope = {"MODEL_PATH": str(tiny.path), "ENGINE_URL": server.url}
+    exec(compile(code, "docs/weight_sync.md", "exec"), scope)
+    scope["publisher"].close()
+    assert capsys.readouterr().out.count("checksum") == 2
+    assert scope["report"].checksum == sync.control.checksum()
+    assert set(greedy(server, [tiny.prompt(5)])[0].weight_versions) == {"2"}

@@ -117,6 +117,14 @@ def test_a_trainer_killed_before_it_begins(server, tiny, mask_likely, sync):
     assert_same(greedy(server, [case.prompt])[0], case.trace)
 
 
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_pauses_that_corrupt_block_diffusion_are_refused(server, tiny, sync, mode):
+    with pytest.raises(WeightSyncError, match=f"{mode}|400"):
+        sync.control.post("/pause_generation", {"mode": mode})
+    case = tiny.case(33, GREEDY)
+    assert_same(greedy(server, [case.prompt])[0], case.trace)
+
+
 @pytest.mark.parametrize("drain", [60.0, 0.0])
 def test_a_refresh_while_requests_run(server, tiny, mask_likely, sync, drain):
     """With time to drain none is cut short; without, each ends at a block boundary. None sees two versions."""
