@@ -23,8 +23,8 @@ async def _pause(original: Callable, manager: Any, request: Any) -> None:
 
         raise HTTPException(
             400,
-            f"pause_generation mode {request.mode!r} leaves half-denoised blocks behind that the scheduler cannot take up "
-            "again; use mode 'abort', which ends requests at a block boundary",
+            f"pause_generation mode {request.mode!r} leaves half-denoised blocks behind, which the scheduler cannot "
+            "take up again; use mode 'abort', which ends requests at a block boundary",
         )
     rid = request.rid or ""
     now = time.monotonic()

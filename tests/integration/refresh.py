@@ -37,10 +37,10 @@ class Sync:
         return self.publisher.publish(model.model.state_dict(), version)
 
     def closed(self) -> bool:
-        """Whether the engine lets nobody in: a request does not end within a second or two."""
+        """Whether the engine lets nobody in: a request does not end within half a second."""
         try:
             body = {"input_ids": self.original.prompt(3), "sampling_params": {"max_new_tokens": 1}}
-            self.server.client.post("/generate", json=body, timeout=1.5)
+            self.server.client.post("/generate", json=body, timeout=0.6)
         except Exception as error:
             return "Timeout" in type(error).__name__
         return False
