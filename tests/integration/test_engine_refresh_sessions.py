@@ -274,13 +274,9 @@ def test_an_engine_with_half_an_update_is_broken_until_a_whole_one(sessions, tin
     """The third bucket is damaged behind everybody's back: the loader refuses it twice."""
     sessions.push(tiny)
     version = sessions.last + 1
+    client = staged(sessions, lambda: flip_a_staged_byte(sessions.server))
     with pytest.raises(WeightSyncError, match=r"\(502\): .*bucket 2 was damaged"):
-        push(
-            staged(sessions, mask_likely, lambda: flip_a_staged_byte(sessions.server)),
-            mask_likely.path,
-            version,
-            BUCKET,
-        )
+        push(client, mask_likely.path, version, BUCKET)
     assert sessions.state() == ("broken", None)
     refused = sessions.server.client.post("/generate", json={"input_ids": tiny.prompt(9)})
     assert refused.status_code == 503 and refused.json()["weight_state"] == "broken"
