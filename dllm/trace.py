@@ -26,7 +26,7 @@ class TraceError(ValueError):
 class RolloutTrace:
     """One decoded response.
 
-    With P prompt tokens and R replayed tokens, ``(P + R) % block_size == 0``.
+    With P prompt tokens and R replayed tokens, ``(P + R) % block_size == 0``, or R = 0 if it was aborted in time.
 
     Attributes:
         prompt_ids: int32 [P].
@@ -114,7 +114,7 @@ class RolloutTrace:
         for name in PER_TOKEN:
             if len(getattr(self, name)) != n:
                 raise TraceError(f"{name} has {len(getattr(self, name))} entries for {n} replay tokens")
-        if (self.prompt_len + n) % self.block_size:
+        if n and (self.prompt_len + n) % self.block_size:
             raise TraceError(
                 f"prompt of {self.prompt_len} and {n} replay tokens do not end on the grid of block size "
                 f"{self.block_size}: the rest of the terminal block is missing"

@@ -9,65 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import xxhash
 import yaml
 
 from dllm.config import ConfigError, load_hf_config
-from dllm.decoding import SamplingParams, decoder_class
-from dllm.decoding.sampling import effective_sampling
 from rollout import preflight
-from rollout.records import RolloutSample, sample_from_response
+from rollout.params import GenerateParams, check_prompt, content_seed, content_seeds, greedy
+from rollout.records import RolloutError, RolloutSample
+from rollout.service import Event, Finished, Job
+
+__all__ = ["Engine", "GenerateParams", "check_prompt", "content_seed", "greedy", "write_algorithm_config"]
 
 OnSample = Callable[[int, int, RolloutSample], None]
-
-
-@dataclass
-class GenerateParams:
-    """How to generate: decoding of one request plus its limits.
-
-    Attributes:
-        sampling: temperature and filters.
-        max_new_tokens: visible tokens at most; the last block is finished anyway.
-        ignore_eos: do not stop at stop ids.
-        stop: stop strings.
-        stop_token_ids: further stop ids.
-        routing: log the experts of every token; the engine must run with ``enable_return_routed_experts``.
-    """
-
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    routing: bool = False
-
-    def to_sglang(self, seed: int | None) -> dict[str, Any]:
-        params: dict[str, Any] = {
-            "temperature": self.sampling.temperature,
-            "top_p": self.sampling.top_p,
-            "top_k": self.sampling.top_k,
-            "min_p": self.sampling.min_p,
-            "max_new_tokens": self.max_new_tokens,
-            "ignore_eos": self.ignore_eos,
-        }
-        if self.stop:
-            params["stop"] = list(self.stop)
-        if self.stop_token_ids:
-            params["stop_token_ids"] = list(self.stop_token_ids)
-        if seed is not None:
-            params["sampling_seed"] = seed
-        return params
-
-
-def content_seed(base: int, prompt_ids: Sequence[int], sample: int) -> int:
-    """Seed of the ``sample``-th response to a prompt: depends on nothing but the prompt itself and ``base``."""
-    text = f"{base}:{sample}:" + ",".join(map(str, prompt_ids))
-    return xxhash.xxh3_64_intdigest(text.encode()) & (1 << 63) - 1
 
 
 def write_algorithm_config(options: Mapping[str, Any]) -> Path:
@@ -76,20 +33,6 @@ def write_algorithm_config(options: Mapping[str, Any]) -> Path:
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         yaml.safe_dump(dict(options), file)
     return Path(name)
-
-
-def check_prompt(prompt_ids: Sequence[int], mask_id: int, vocab_size: int) -> None:
-    """Refuse a prompt the model cannot take.
-
-    Raises:
-        ConfigError: it is empty, holds the mask token, or an id outside the vocabulary.
-    """
-    if not len(prompt_ids):
-        raise ConfigError("prompt is empty; give it at least one token")
-    if mask_id in prompt_ids:
-        raise ConfigError(f"prompt holds the mask token {mask_id}, which stands for a hidden position; remove it")
-    if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-        raise ConfigError(f"prompt has ids outside the vocabulary of {vocab_size}; check the tokenizer")
 
 
 class Engine:
@@ -138,8 +81,6 @@ class Engine:
             diffusion = self.report.block_diffusion
             assert diffusion is not None
             self.block_diffusion = diffusion
-            # SGLang's own classes cannot be imported before its environment is set, and log nothing anyway.
-            self.decoder = decoder_class(dllm_algorithm) if preflight.is_ours(dllm_algorithm) else None
             if self.report.effective["device"] == "cpu":
                 from rollout.plugin.cpu import prepare_environment
 
@@ -151,6 +92,9 @@ class Engine:
             settings.setdefault("grammar_backend", "none")
             settings.setdefault("log_level", "error")
             self.sglang = sglang.Engine(**settings)
+            from rollout.plugin.backend import service_of
+
+            self.service = service_of(self.sglang.tokenizer_manager)
         except BaseException:
             self._remove_config_file()
             raise
@@ -176,46 +120,64 @@ class Engine:
             ConfigError: a prompt cannot be taken (before anything is generated).
             RolloutError: the engine failed a request.
         """
-        params = params or GenerateParams()
-        for prompt in prompts:
-            check_prompt(prompt, self.block_diffusion.mask_id, self.vocab_size)
-        seen: dict[tuple[int, ...], int] = {}
-        jobs = []
-        for index, prompt in enumerate(prompts):
-            first = seen.get(key := tuple(prompt), 0)
-            seen[key] = first + n
-            jobs += [(index, j, None if seed is None else content_seed(seed, prompt, first + j)) for j in range(n)]
-        return self.sglang.loop.run_until_complete(self._generate_all(prompts, jobs, params, n, on_sample))
+        jobs, params = self._jobs(prompts, params, n, seed)
+        return self.sglang.loop.run_until_complete(self._collect(jobs, params, len(prompts), n, on_sample))
 
-    async def _generate_all(
+    def stream(
         self,
         prompts: Sequence[Sequence[int]],
-        jobs: Sequence[tuple[int, int, int | None]],
-        params: GenerateParams,
-        n: int,
-        on_sample: OnSample | None,
+        params: GenerateParams | None = None,
+        *,
+        n: int = 1,
+        seed: int | None = None,
+        rid: str | None = None,
+    ) -> Iterator[Event]:
+        """The same samples as ``generate``, block by block: ``Block`` and at the end of each sample ``Finished``.
+
+        Closing the iterator aborts what is left.
+
+        Raises:
+            ConfigError: a prompt cannot be taken.
+        """
+        jobs, params = self._jobs(prompts, params, n, seed)
+        events = self.service.events(jobs, params, rid=rid, blocks=True)
+        run = self.sglang.loop.run_until_complete
+        try:
+            while True:
+                try:
+                    yield run(anext(events))
+                except StopAsyncIteration:
+                    return
+        finally:
+            run(events.aclose())  # type: ignore[attr-defined]
+
+    def abort(self, rid: str) -> None:
+        """End a stream at its next block boundaries, from any thread; nothing happens if there is none."""
+        asyncio.run_coroutine_threadsafe(self.service.abort(rid), self.sglang.loop)
+
+    def _jobs(
+        self, prompts: Sequence[Sequence[int]], params: GenerateParams | None, n: int, seed: int | None
+    ) -> tuple[list[Job], GenerateParams]:
+        for prompt in prompts:
+            check_prompt(prompt, self.block_diffusion.mask_id, self.vocab_size)
+        seeds: Sequence[Sequence[int | None]] = [[None] * n] * len(prompts)
+        if seed is not None:
+            seeds = content_seeds(seed, prompts, n)
+        jobs = [Job(i, j, prompt, seeds[i][j]) for i, prompt in enumerate(prompts) for j in range(n)]
+        return jobs, params or GenerateParams()
+
+    async def _collect(
+        self, jobs: Sequence[Job], params: GenerateParams, prompts: int, n: int, on_sample: OnSample | None
     ) -> list[list[RolloutSample]]:
-        results: list[list[Any]] = [[None] * n for _ in prompts]
-
-        async def run(prompt: int, sample: int, seed: int | None) -> None:
-            response = await self.sglang.async_generate(
-                input_ids=list(prompts[prompt]),
-                sampling_params=params.to_sglang(seed),
-                return_routed_experts=params.routing,
-            )
-            made = sample_from_response(
-                response,
-                prompts[prompt],
-                self.block_diffusion.block_size,
-                effective_sampling(self.decoder, params.sampling),
-                params.max_new_tokens,
-                seed,
-            )
-            results[prompt][sample] = made
-            if on_sample is not None:
-                on_sample(prompt, sample, made)
-
-        await asyncio.gather(*(run(*job) for job in jobs))
+        results: list[list[Any]] = [[None] * n for _ in range(prompts)]
+        async with aclosing(self.service.events(jobs, params)) as events:  # type: ignore[type-var]
+            async for event in events:
+                if isinstance(event, Finished):
+                    if isinstance(event.result, RolloutError):
+                        raise event.result
+                    results[event.prompt][event.sample] = event.result
+                    if on_sample is not None:
+                        on_sample(event.prompt, event.sample, event.result)
         return results
 
     def close(self) -> None:
@@ -232,8 +194,3 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def greedy(params: GenerateParams) -> GenerateParams:
-    """The same request decoded greedily."""
-    return replace(params, sampling=replace(params.sampling, temperature=0.0))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from dllm.config import ConfigError
 from dllm.noise import PROMPT_BITS, SAMPLE_BITS, STEP_BITS
 
 STRUCTURED = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -21,7 +22,7 @@ GREEDY_BELOW = 1e-6
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
-class RequestError(ValueError):
+class RequestError(ConfigError):
     """A request that cannot be served as asked (HTTP 4xx).
 
     Attributes:
@@ -112,12 +113,13 @@ class RolloutRequest(_Strict):
     responses do not depend on its place. Without ``seed`` the service draws one, and every sample says its own.
     """
 
-    prompts: list[PromptRequest] = Field(min_length=1, max_length=4096)
-    n: int = Field(1, ge=1, lt=min(1 << SAMPLE_BITS, 4096))
+    prompts: list[PromptRequest] = Field(min_length=1, max_length=1 << PROMPT_BITS)
+    n: int = Field(1, ge=1, lt=1 << SAMPLE_BITS)
     sampling_params: SamplingRequest = SamplingRequest()
     step: int | None = Field(0, ge=0, lt=1 << STEP_BITS)
     seed: int | None = Field(None, ge=0, lt=1 << 63)
     stream: bool = Field(False, description="committed blocks as they come")
+    routing: bool = Field(False, description="log the experts of every token (--enable-return-routed-experts)")
     deadline_s: float | None = Field(None, gt=0, description="seconds; ends at a block boundary as 'abort'")
     rid: str | None = Field(None, min_length=1, max_length=256, description="name for POST /rollout/abort")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +14,7 @@ from dllm.decoding import SamplingParams, SelectionRule
 from dllm.trace import PER_TOKEN, RolloutTrace, TraceError
 
 _PREFIX = "dllm_"
+VERSIONS = ("version_at_admission", "version_at_completion")
 
 
 class RolloutError(RuntimeError):
@@ -32,6 +33,8 @@ class RolloutSample:
         seed: seed of its noise, None if the engine chose it.
         routing: int64 [R, routers], which experts each router chose for a token at its reveal, a set of them as one
             number (``dllm.routing``); None unless the request asked for it.
+        version_at_admission, version_at_completion: label of the engine's weights when the request was taken and when
+            its answer left; None if nobody looked.
     """
 
     trace: RolloutTrace
@@ -40,6 +43,8 @@ class RolloutSample:
     max_new_tokens: int
     seed: int | None = None
     routing: np.ndarray | None = None
+    version_at_admission: str | None = None
+    version_at_completion: str | None = None
 
     @property
     def weight_version(self) -> str:
@@ -55,7 +60,73 @@ class RolloutSample:
         line["sampling_params"] |= {"max_new_tokens": self.max_new_tokens, "seed": self.seed}
         if self.routing is not None:
             line["routing"] = self.routing.tolist()
+        for name in VERSIONS:
+            if (value := getattr(self, name)) is not None:
+                line[f"weight_{name}"] = value
         return line
+
+    @classmethod
+    def from_line(cls, line: Mapping[str, Any]) -> RolloutSample:
+        """Inverse of ``to_line``.
+
+        Raises:
+            TraceError: a key is missing or of another type, or the trace contradicts itself.
+        """
+        trace = RolloutTrace.from_line(line)
+        sampling = line["sampling_params"]
+        try:
+            return cls(
+                trace,
+                str(line["text"]),
+                str(line["finish_reason"]),
+                int(sampling["max_new_tokens"]),
+                sampling["seed"],
+                np.asarray(line["routing"], dtype=np.int64) if line.get("routing") else None,
+                **{name: line.get(f"weight_{name}") for name in VERSIONS},
+            )
+        except KeyError as error:
+            raise TraceError(f"rollout line has no {error}; it was not written by this package's engine") from error
+
+
+def join_samples(first: RolloutSample, then: RolloutSample, text: str | None = None) -> RolloutSample:
+    """One response from two parts of it: ``then`` was decoded behind the prompt and the tokens of ``first``.
+
+    Args:
+        first: ends on a block boundary, without a stop.
+        text: of the whole response; the two texts joined if None.
+
+    Raises:
+        TraceError: ``then`` does not begin where ``first`` ends.
+    """
+    one, two = first.trace, then.trace
+    if one.visible != len(one.replay_ids) or not np.array_equal(
+        two.prompt_ids, np.concatenate([one.prompt_ids, one.replay_ids])
+    ):
+        raise TraceError("the second part of a response does not begin where the first one ends")
+    joined: dict[str, Any] = {name: np.concatenate([getattr(one, name), getattr(two, name)]) for name in PER_TOKEN}
+    if one.select_logprobs is not None or two.select_logprobs is not None:
+        parts = [t.select_logprobs or [[] for _ in t.steps_per_block] for t in (one, two)]
+        joined["select_logprobs"] = parts[0] + parts[1]
+    trace = replace(
+        two,
+        prompt_ids=one.prompt_ids,
+        replay_ids=np.concatenate([one.replay_ids, two.replay_ids]),
+        visible=one.visible + two.visible,
+        steps_per_block=one.steps_per_block + two.steps_per_block,
+        weight_versions=one.weight_versions + two.weight_versions,
+        edits=one.edits + two.edits,
+        selection=two.selection or one.selection,
+        **joined,
+    )
+    routing = [part.routing for part in (first, then) if part.routing is not None]
+    return replace(
+        then,
+        trace=trace,
+        text=first.text + then.text if text is None else text,
+        max_new_tokens=one.visible + then.max_new_tokens,
+        routing=np.concatenate(routing) if routing else None,
+        version_at_admission=first.version_at_admission or then.version_at_admission,
+    )
 
 
 def sample_from_response(

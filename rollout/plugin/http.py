@@ -1,0 +1,109 @@
+"""Our routes on SGLang's HTTP server, and its start."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dllm.config import ConfigError
+from rollout.plugin.backend import service_of
+from rollout.requests import Model
+from rollout.routes import rollout_routes
+from rollout.service import Service
+from weight_sync.control import LOADER
+
+OPEN = ("/generate", "/info")
+"""Routes of ours that need no admin key."""
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_reachable(args: Any) -> None:
+    """Refuse a server that anyone on the network could abort, flush, profile or give other weights.
+
+    Raises:
+        ConfigError: it is bound to more than loopback and has no admin key.
+    """
+    if not is_loopback(args.host) and not args.admin_api_key:
+        raise ConfigError(
+            f"host={args.host!r} is reachable from other machines and has no key for weights, flush, profile and abort; "
+            "pass --admin-api-key KEY or --host 127.0.0.1"
+        )
+
+
+def connect() -> tuple[Service, Model]:
+    """Service and model of the engine of this process."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    state = get_global_state()
+    if state is None:
+        raise ConfigError("the engine is still starting; ask again when /health answers 200")
+    manager = state.tokenizer_manager
+    service, tokenizer = service_of(manager), manager.tokenizer
+
+    def template(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return list(
+            tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, return_dict=False)
+        )
+
+    model = Model(
+        mask_id=service.block_diffusion.mask_id,
+        vocab_size=manager.model_config.vocab_size,
+        block_size=service.block_size,
+        context_length=manager.context_len,
+        encode=lambda text: list(tokenizer.encode(text)),
+        template=template,
+    )
+    return service, model
+
+
+def install(app: Any, args: Any) -> None:
+    """Add the rollout routes to SGLang's application, before it is started."""
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    if args.tokenizer_worker_num != 1:
+        raise ConfigError(f"tokenizer_worker_num={args.tokenizer_worker_num} does not work with /rollout; use 1")
+    router = rollout_routes(connect)
+    for route in router.routes:
+        if not route.path.endswith(OPEN):  # type: ignore[attr-defined]
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint.__func__)  # type: ignore[attr-defined]
+    # Not include_router: SGLang's check of keys looks at the application's own routes, and would find none in a router.
+    app.router.routes.extend(router.routes)
+
+
+def serve(argv: Sequence[str]) -> None:
+    """Start SGLang's server with the rollout routes; returns when it ends.
+
+    Raises:
+        ConfigError: the preflight refused; no process was started.
+    """
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    given = list(argv)
+    for flag, value in (("--custom-weight-loader", LOADER), ("--grammar-backend", "none")):
+        if not any(part == flag or part.startswith(flag + "=") for part in given):
+            given += [flag, value]
+    args = prepare_server_args(given)
+    if args.dllm_algorithm is None:
+        raise ConfigError("--dllm-algorithm is not set; pass one, e.g. --dllm-algorithm SelectThenSample")
+    check_reachable(args)
+    from sglang.srt.entrypoints import http_server
+
+    install(http_server.app, args)
+    try:
+        http_server.launch_server(args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
