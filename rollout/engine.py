@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from dllm.config import ConfigError, load_hf_config
+from dllm.config import load_hf_config
 from rollout import preflight
 from rollout.params import GenerateParams, check_prompt, content_seed, content_seeds, greedy
 from rollout.records import RolloutError, RolloutSample

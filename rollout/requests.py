@@ -42,8 +42,7 @@ def jobs_of(request: RolloutRequest, model: Model) -> tuple[list[Job], GenerateP
         RequestError: a prompt cannot be taken; the error names its field.
     """
     s = request.sampling_params
-    sampling = SamplingParams(s.temperature, s.top_p, s.top_k, s.min_p) if s.top_k > 0 else None
-    sampling = sampling or SamplingParams(s.temperature, s.top_p, min_p=s.min_p)
+    sampling = SamplingParams(s.temperature, s.top_p, s.top_k, s.min_p)
     params = GenerateParams(sampling, s.max_new_tokens, s.ignore_eos, s.stop, s.stop_token_ids, request.routing)
     for index, token in enumerate(s.stop_token_ids):
         if token >= model.vocab_size:

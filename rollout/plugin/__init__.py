@@ -10,6 +10,7 @@ SGLang's internals; each hook is in the module of what it changes:
     prefill.py      prompts in large chunks
     routing.py      experts of each token at its reveal, on request
     version.py      which weights a block was decoded with
+    requests.py     requests that are refused on every endpoint
     fence.py        closing the engine for a weight refresh
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
 """
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 def register() -> None:
     """Install all hooks; called once per process by SGLang's plugin loader."""
-    from rollout.plugin import abort, algorithm, cpu, fence, finish, prefill, routing, settings, version
+    from rollout.plugin import abort, algorithm, cpu, fence, finish, prefill, requests, routing, settings, version
 
     cpu.prepare_environment()
-    for module in (settings, algorithm, prefill, finish, abort, routing, version, fence, cpu):
+    for module in (settings, algorithm, prefill, finish, abort, routing, version, fence, requests, cpu):
         module.install()

@@ -35,7 +35,7 @@ def check_reachable(args: Any) -> None:
     """
     if not is_loopback(args.host) and not args.admin_api_key:
         raise ConfigError(
-            f"host={args.host!r} is reachable from other machines and has no key for weights, flush, profile and abort; "
+            f"host={args.host!r} is reachable from other machines and has no key for weights, flush, profile, abort; "
             "pass --admin-api-key KEY or --host 127.0.0.1"
         )
 
