@@ -102,7 +102,10 @@ def serve(argv: Sequence[str]) -> None:
     check_reachable(args)
     from sglang.srt.entrypoints import http_server
 
+    from rollout.plugin import weights
+
     install(http_server.app, args)
+    weights.install(http_server.app, args)
     try:
         http_server.launch_server(args)
     finally:

@@ -127,7 +127,9 @@ class Server:
         } | flags
         if not options.exists():
             del given["dllm-algorithm-config"]
-        arguments = [part for name, value in given.items() for part in (f"--{name}", str(value))]
+        arguments = [
+            p for name, value in given.items() for p in (f"--{name}", *([] if value is None else [str(value)]))
+        ]
         self.log = directory / "server.log"
         self.url = f"http://127.0.0.1:{port}"
         self.client = httpx.Client(base_url=self.url, timeout=300)
@@ -189,10 +191,18 @@ class Server:
         self.client.close()
 
 
+class RolloutServer(Server):
+    """``python -m rollout.server``."""
+
+    module = "rollout.server"
+
+
 @pytest.fixture
 def server(heavy, tiny, tmp_path_factory) -> Server:
     """First-done-first-out scheduling and radix cache, the defaults."""
-    return heavy.use("server", lambda: Server(tiny, tmp_path_factory.mktemp("server")))
+    return heavy.use(
+        "server", lambda: RolloutServer(tiny, tmp_path_factory.mktemp("server"), **{"enable-metrics": None})
+    )
 
 
 @pytest.fixture(scope="session")

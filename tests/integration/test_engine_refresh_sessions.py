@@ -23,7 +23,7 @@ import torch
 from dllm.decoding import SamplingParams
 from dllm.models.checkpoint import load_model
 from rollout.records import sample_from_response
-from tests.integration.conftest import Request, Server
+from tests.integration.conftest import Request, RolloutServer, Server
 from tests.integration.oracle import TinyModel, assert_same
 from tests.support import run_module, wait_for
 from weight_sync.checksum import TensorSums
@@ -37,10 +37,6 @@ from weight_sync.transports.shm import SharedMemoryTransport
 GREEDY = SamplingParams(0)
 BUCKET = 256 << 10
 KEY = "a-secret"
-
-
-class SessionServer(Server):
-    module = "tests.integration.session_server"
 
 
 @dataclass
@@ -78,7 +74,7 @@ def pushes() -> dict[str, Sessions]:
 
 @pytest.fixture
 def sessions(heavy, tiny, tmp_path_factory, pushes) -> Sessions:
-    start = lambda: SessionServer(tiny, tmp_path_factory.mktemp("sessions"), **{"admin-api-key": KEY})
+    start = lambda: RolloutServer(tiny, tmp_path_factory.mktemp("sessions"), **{"admin-api-key": KEY})
     server = heavy.use("sessions", start)
     return pushes.setdefault(server.url, Sessions(server))
 

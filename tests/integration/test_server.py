@@ -1,0 +1,319 @@
+"""``python -m rollout.server``: SGLang's endpoints as they are, the rollout service, and the client."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import openai
+import pytest
+
+import rollout
+from dllm.decoding import SamplingParams
+from dllm.noise import sample_seed
+from rollout import GenerateParams
+from rollout.client import Client
+from rollout.params import content_seed
+from rollout.protocol import RequestError
+from rollout.records import PER_TOKEN, RolloutSample
+from rollout.service import Block, Finished
+from tests.integration.oracle import assert_same
+from tests.support import child_environment, run_module
+
+LONG = GenerateParams(max_new_tokens=600, ignore_eos=True)
+ROLE = "<role>HUMAN</role>{}<|role_end|><role>ASSISTANT</role>"
+
+
+@pytest.fixture
+def client(server) -> Client:
+    return rollout.connect(server.url)
+
+
+def same(one: RolloutSample, other: RolloutSample) -> None:
+    assert_same(one.trace, other.trace)
+    assert (one.text, one.finish_reason, one.seed) == (other.text, other.finish_reason, other.seed)
+
+
+class TestEndpointsOfSGLang:
+    def test_two_prompts_streamed_to_curl(self, server):
+        body = {
+            "text": [ROLE.format("What is 2 + 3?"), ROLE.format("Count to ten.")],
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1024},
+        }
+        command = ["curl", "-sN", "-X", "POST", f"{server.url}/generate", "-H", "Content-Type: application/json"]
+        done = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, timeout=120)
+        lines = [line for line in done.stdout.splitlines() if line]
+        assert lines[-1] == "data: [DONE]"
+        last = {}
+        for line in lines[:-1]:
+            event = json.loads(line.removeprefix("data: "))
+            last[event["index"]] = event
+        assert sorted(last) == [0, 1]
+        for event in last.values():
+            assert event["meta_info"]["finish_reason"]["type"] in ("stop", "length")
+            assert event["meta_info"]["cached_tokens"] >= 0
+            assert len(event["meta_info"]["dllm_logprob"]) == len(event["output_ids"])
+
+    def test_openai_chat_block_by_block(self, server):
+        chat = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").chat.completions
+        ask = dict(model="tiny", messages=[{"role": "user", "content": "What is 2 + 3?"}], max_tokens=96, temperature=0)
+        more = {"extra_body": {"ignore_eos": True}}
+        whole = chat.create(**ask, **more).choices[0].message.content
+        pieces = [c.choices[0].delta.content or "" for c in chat.create(**ask, stream=True, **more) if c.choices]
+        assert whole and "".join(pieces) == whole
+        assert 2 <= sum(map(bool, pieces)) <= 5, "about one piece per block of 32 tokens"
+
+    def test_completions_health_and_metrics(self, server):
+        done = server.client.post("/v1/completions", json={"model": "tiny", "prompt": "2 + 3 =", "max_tokens": 8})
+        assert done.status_code == 200 and done.json()["usage"]["completion_tokens"] <= 8
+        assert server.client.get("/health_generate").status_code == 200
+        assert "sglang:" in server.client.get("/metrics").text
+
+    @pytest.mark.parametrize(
+        ("path", "body", "field"),
+        [
+            ("/generate", {"text": "a", "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+            ("/generate", {"text": "a", "sampling_params": {"regex": "a+"}}, "regex"),
+            ("/generate", {"text": "a", "sampling_params": {"ebnf": "root ::= 'a'"}}, "ebnf"),
+            ("/v1/completions", {"model": "m", "prompt": "a", "frequency_penalty": 1.0}, "frequency_penalty"),
+            (
+                "/v1/chat/completions",
+                {
+                    "model": "m",
+                    "messages": [{"role": "user", "content": "a"}],
+                    "response_format": {"type": "json_object"},
+                },
+                "json_schema",
+            ),
+            ("/generate", {"input_ids": [5, 7], "sampling_params": {}}, "input_ids"),
+            ("/rollout/generate", {"prompts": [{"text": "a"}], "sampling_params": {"regex": "a"}}, "regex"),
+        ],
+    )
+    def test_what_blocks_cannot_do_is_refused(self, server, path, body, field):
+        if "input_ids" in body:
+            body = body | {"input_ids": [int(server_mask(server)), 7]}
+        answer = server.client.post(path, json=body)
+        assert answer.status_code == 400 and field in answer.text
+
+
+def server_mask(server) -> int:
+    return server.client.get("/rollout/info").json()["mask_id"]
+
+
+class TestGroups:
+    def test_samples_are_those_of_single_requests(self, server, client, tiny):
+        """Seeds by (step, prompt, sample), and the tokens that SGLang's own endpoint gives for them."""
+        prompts = [tiny.prompt(9), tiny.prompt(40)]
+        groups = client.generate(prompts, GenerateParams(max_new_tokens=40), n=2, seed=11, step=3)
+        seeds = set()
+        for i, group in enumerate(groups):
+            for j, sample in enumerate(group):
+                assert sample.seed == sample_seed(11, 3, i, j)
+                seeds.add(sample.seed)
+                assert_same(sample.trace, server.one(prompts[i], seed=sample.seed, max_new_tokens=40).trace)
+                assert sample.version_at_admission == sample.version_at_completion == "default"
+                assert set(sample.trace.weight_versions) == {"default"}
+        assert len(seeds) == 4
+
+    def test_without_a_step_the_prompt_decides(self, client, tiny):
+        prompt = tiny.prompt(9)
+        ((one, two),) = client.generate([prompt], GenerateParams(max_new_tokens=20), n=2, seed=4)
+        assert (one.seed, two.seed) == (content_seed(4, prompt, 0), content_seed(4, prompt, 1))
+        moved = client.generate([tiny.prompt(33), prompt], GenerateParams(max_new_tokens=20), n=2, seed=4)[1]
+        same(moved[0], one)
+        same(moved[1], two)
+
+    def test_json_and_msgpack_say_the_same(self, server, client, tiny):
+        body = {"prompts": [{"input_ids": tiny.prompt(12)}], "seed": 1, "sampling_params": {"max_new_tokens": 40}}
+        answer = server.client.post("/rollout/generate", json=body).json()
+        assert list(answer["groups"][0]) == ["samples"]
+        line = answer["groups"][0]["samples"][0]
+        sample = client.generate([tiny.prompt(12)], GenerateParams(max_new_tokens=40), seed=1, step=0)[0][0]
+        same(RolloutSample.from_line(line), sample)
+        assert set(line) >= {"input_ids", "output_ids", "tail", "text", "finish_reason", "weight_versions", *PER_TOKEN}
+
+    def test_text_and_messages(self, client, tiny):
+        text, chat = client.generate(["2 + 3 =", [{"role": "user", "content": "2 + 3 ="}]], GenerateParams(), seed=0)
+        assert 0 < text[0].trace.prompt_len < chat[0].trace.prompt_len
+
+    @pytest.mark.parametrize(
+        ("body", "field"),
+        [
+            ([], "body"),
+            ({}, "prompts"),
+            ({"prompts": [{}]}, "prompts.0"),
+            ({"prompts": [{"input_ids": []}]}, "prompts.0.input_ids"),
+            ({"prompts": [{"input_ids": [10**6]}]}, "prompts.0.input_ids"),
+            ({"prompts": [{"input_ids": ["a"]}]}, "prompts.0.input_ids.0"),
+            ({"prompts": [{"text": "a", "input_ids": [7]}]}, "prompts.0"),
+            ({"prompts": [{"text": "a"}], "n": 0}, "n"),
+            ({"prompts": [{"text": "a"}], "temperature": 1}, "temperature"),
+            ({"prompts": [{"text": "a"}], "sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
+            (
+                {"prompts": [{"text": "a"}], "sampling_params": {"max_new_tokens": 10**6}},
+                "sampling_params.max_new_tokens",
+            ),
+            ({"prompts": [{"text": "a"}], "deadline_s": -1}, "deadline_s"),
+            ({"prompts": [{"resume": [{"input_ids": [7]}]}]}, "prompts.0.resume.0"),
+        ],
+    )
+    def test_the_wrong_field_is_named(self, server, body, field):
+        answer = server.client.post("/rollout/generate", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["field"] == field
+
+    def test_a_body_that_is_no_json(self, server):
+        for content, kind in ((b"{", "application/json"), (b"\xc1", "application/msgpack")):
+            answer = server.client.post("/rollout/generate", content=content, headers={"Content-Type": kind})
+            assert answer.status_code == 400 and answer.json()["error"]["field"] == "body"
+
+
+class TestStreams:
+    def test_blocks_add_up_to_the_sample(self, client, tiny):
+        """Incremental and aligned: every field has one entry per new token, and the sums are the unstreamed sample."""
+        ask = dict(params=LONG, n=2, seed=7)
+        whole = client.generate([tiny.prompt(20)], **ask)[0]
+        blocks, finished = [[], []], {}
+        for event in client.stream([tiny.prompt(20)], **ask):
+            if isinstance(event, Finished):
+                finished[event.sample] = event.result
+            else:
+                assert isinstance(event, Block) and event.sample not in finished
+                assert {len(event.fields[name]) for name in PER_TOKEN} == {len(event.fields["output_ids"])}
+                assert len(event.fields["steps_per_block"]) == len(event.fields["weight_versions"]) >= 1
+                blocks[event.sample].append(event.fields)
+        for sample, parts in enumerate(blocks):
+            same(finished[sample], whole[sample])
+            trace = whole[sample].trace
+            assert len(parts) > 5
+            assert sum((p["output_ids"] for p in parts), []) == trace.replay_ids[: trace.visible].tolist()
+            assert sum((p["steps_per_block"] for p in parts), []) == trace.steps_per_block
+            assert "".join(p["text"] for p in parts) == whole[sample].text
+            for name in PER_TOKEN:
+                joined = np.asarray(sum((p[name] for p in parts), []))
+                np.testing.assert_allclose(joined, getattr(finished[sample].trace, name)[: trace.visible], rtol=1e-6)
+
+    def test_server_sent_events(self, server, tiny):
+        body = {"prompts": [{"input_ids": tiny.prompt(9)}], "seed": 1, "stream": True}
+        answer = server.client.post("/rollout/generate", json=body)
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert answer.headers["content-type"].startswith("text/event-stream") and lines[-1] == "[DONE]"
+        assert "finished" in json.loads(lines[-2])
+
+    def test_a_client_that_hangs_up_leaves_nothing_behind(self, server, client, tiny):
+        events = client.stream([tiny.prompt(20)], LONG, n=4, seed=7, rid="left")
+        next(events)
+        events.close()
+        wait(lambda: client._http.get("/rollout/info").json()["running"] == 0)
+        wait(lambda: server.client.get("/server_info").json()["internal_states"][0].get("num_running_reqs", 0) == 0)
+
+
+def wait(check, seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, "still so after the time allowed"
+        time.sleep(0.1)
+
+
+class TestAborts:
+    def test_an_aborted_group_can_be_resumed(self, server, client, tiny):
+        """What an abort leaves ends on the grid with its log; resumed, it is the response that was never aborted."""
+        prompt = tiny.prompt(21)
+        whole = client.generate([prompt], LONG, n=2, seed=9)[0]
+        first: list = []
+        thread = threading.Thread(
+            target=lambda: first.extend(rollout.connect(server.url).generate([prompt], LONG, n=2, seed=9, rid="g"))
+        )
+        thread.start()
+        wait(lambda: client._http.get("/rollout/info").json()["running"] == 1)
+        with pytest.raises(RequestError, match="is running") as refused:
+            client.generate([prompt], LONG, rid="g")
+        assert refused.value.status == 409 and refused.value.field == "rid"
+        time.sleep(0.3)
+        aborted = client.abort("g")
+        thread.join()
+        for left, answered, again in zip(aborted[0], first[0], client.abort("g")[0], strict=True):
+            assert left.to_line() == answered.to_line() == again.to_line(), "idempotent"
+            assert left.finish_reason == "abort"
+            count = len(left.trace.replay_ids)
+            assert left.trace.visible == count < 600 and (count == 0 or (21 + count) % 32 == 0)
+            left.trace.validate()
+        assert client.abort("never heard of") == []
+        for resumed, unbroken in zip(client.resume(aborted, LONG)[0], whole, strict=True):
+            same(resumed, unbroken)
+            assert resumed.max_new_tokens == 600
+
+    def test_a_deadline_ends_at_a_block(self, client, tiny):
+        (sample,) = client.generate([tiny.prompt(21)], LONG, seed=9, deadline=0.3)[0]
+        assert sample.finish_reason == "abort"
+        assert sample.trace.visible == len(sample.trace.replay_ids) < 600
+
+    def test_a_changed_sample_is_no_resume(self, server, client, tiny):
+        (sample,) = client.generate([tiny.prompt(21)], LONG, seed=9, deadline=0.3)[0]
+        line = sample.to_line()
+        line["logprob"] = line["logprob"][:-1]
+        answer = server.client.post(
+            "/rollout/generate", json={"prompts": [{"resume": [line]}], "sampling_params": {"max_new_tokens": 600}}
+        )
+        assert answer.status_code == 400 and answer.json()["error"]["field"] == "prompts.0.resume.0"
+
+
+def test_the_local_engine_streams_the_same(synchronous, tiny):
+    params = GenerateParams(SamplingParams(0.8), max_new_tokens=70)
+    whole = synchronous.generate([tiny.prompt(17)], params, n=2, seed=3)
+    events = list(synchronous.stream([tiny.prompt(17)], params, n=2, seed=3))
+    for event in events:
+        if isinstance(event, Finished):
+            same(event.result, whole[0][event.sample])
+    assert sum(isinstance(e, Block) for e in events) >= 4
+
+
+class TestStart:
+    def test_without_a_decoder_it_is_refused(self, tiny):
+        for module in ("rollout.server", "sglang.launch_server"):
+            done = run_module(module, "--model-path", tiny.path, "--device", "cpu")
+            assert done.returncode != 0
+            assert "decode it token by token and return newlines; pass --dllm-algorithm" in done.stderr
+
+    def test_an_open_door_is_refused(self, tiny):
+        done = run_module(
+            "rollout.server", "--model-path", tiny.path, "--dllm-algorithm", "SelectThenSample", "--device", "cpu",
+            "--host", "0.0.0.0",
+        )  # fmt: skip
+        assert done.returncode == 2 and "pass --admin-api-key KEY or --host 127.0.0.1" in done.stderr
+
+    def test_nobody_there(self):
+        with pytest.raises(ValueError, match="no rollout server answers at http://127.0.0.1:9"):
+            rollout.connect("http://127.0.0.1:9")
+
+    def test_stock_engine_in_python(self, heavy, tiny, tmp_path):
+        """SGLang's own entry point, as its users write it; on a CPU the device is added."""
+        heavy.close()
+        script = tmp_path / "use.py"
+        script.write_text(
+            "import sglang as sgl\n"
+            "if __name__ == '__main__':\n"
+            f"    engine = sgl.Engine(model_path={str(tiny.path)!r}, dllm_algorithm='LowConfidence',\n"
+            "                        max_running_requests=1, trust_remote_code=True, device='cpu')\n"
+            "    params = {'temperature': 0, 'max_new_tokens': 40}\n"
+            "    answers = engine.generate(['What is 2 + 3?', 'Count to ten.'], params)\n"
+            "    print('answers', [len(a['output_ids']) for a in answers])\n"
+            "    engine.shutdown()\n"
+        )
+        environment = child_environment(OMP_NUM_THREADS="1")
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "answers [" in done.stdout
+
+
+def test_importing_it_is_light():
+    done = run_module("rollout.server", "--help", timeout=120)
+    assert done.returncode == 0
+    code = "import rollout, sys; assert not {'torch', 'sglang', 'httpx'} & set(sys.modules), sys.modules.keys()"
+    assert subprocess.run([sys.executable, "-c", code], env=child_environment(), timeout=60).returncode == 0
