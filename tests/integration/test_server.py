@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -172,6 +173,10 @@ class TestGroups:
             assert answer.status_code == 400 and answer.json()["error"]["field"] == "body"
 
 
+def joined(parts: list[dict], name: str) -> list:
+    return list(itertools.chain.from_iterable(part[name] for part in parts))
+
+
 class TestStreams:
     def test_blocks_add_up_to_the_sample(self, client, tiny):
         """Incremental and aligned: every field has one entry per new token, and the sums are the unstreamed sample."""
@@ -190,12 +195,12 @@ class TestStreams:
             same(finished[sample], whole[sample])
             trace = whole[sample].trace
             assert len(parts) > 5
-            assert sum((p["output_ids"] for p in parts), []) == trace.replay_ids[: trace.visible].tolist()
-            assert sum((p["steps_per_block"] for p in parts), []) == trace.steps_per_block
+            assert joined(parts, "output_ids") == trace.replay_ids[: trace.visible].tolist()
+            assert joined(parts, "steps_per_block") == trace.steps_per_block
             assert "".join(p["text"] for p in parts) == whole[sample].text
             for name in PER_TOKEN:
-                joined = np.asarray(sum((p[name] for p in parts), []))
-                np.testing.assert_allclose(joined, getattr(finished[sample].trace, name)[: trace.visible], rtol=1e-6)
+                logged = getattr(finished[sample].trace, name)[: trace.visible]
+                np.testing.assert_allclose(joined(parts, name), logged, rtol=1e-6)
 
     def test_server_sent_events(self, server, tiny):
         body = {"prompts": [{"input_ids": tiny.prompt(9)}], "seed": 1, "stream": True}
