@@ -62,12 +62,16 @@ class TestEndpointsOfSGLang:
 
     def test_openai_chat_block_by_block(self, server):
         chat = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none").chat.completions
-        ask = dict(model="tiny", messages=[{"role": "user", "content": "What is 2 + 3?"}], max_tokens=96, temperature=0)
-        more = {"extra_body": {"ignore_eos": True}}
-        whole = chat.create(**ask, **more).choices[0].message.content
-        pieces = [c.choices[0].delta.content or "" for c in chat.create(**ask, stream=True, **more) if c.choices]
-        assert whole and "".join(pieces) == whole
-        assert 2 <= sum(map(bool, pieces)) <= 5, "about one piece per block of 32 tokens"
+        ask: dict = dict(model="tiny", max_tokens=96, temperature=0, extra_body={"ignore_eos": True})
+        counts = []
+        for question in ("What is 2 + 3?", "Count to ten.", "7 + 8 =", "Say hello.", "A", "Name a colour."):
+            ask["messages"] = [{"role": "user", "content": question}]
+            whole = chat.create(**ask).choices[0].message.content
+            pieces = [c.choices[0].delta.content or "" for c in chat.create(**ask, stream=True) if c.choices]
+            assert whole and "".join(pieces) == whole
+            counts.append(sum(map(bool, pieces)))
+        # A piece per block of 32 tokens; random weights write broken UTF-8, which SGLang holds back until it is whole.
+        assert 2 <= max(counts) <= 5
 
     def test_completions_health_and_metrics(self, server):
         done = server.client.post("/v1/completions", json={"model": "tiny", "prompt": "2 + 3 =", "max_tokens": 8})
