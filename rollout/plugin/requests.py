@@ -3,11 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from dllm.config import ConfigError
 from rollout.params import check_prompt
-from rollout.protocol import STRUCTURED
+from rollout.protocol import STRUCTURED, RequestError, TokenId, parse
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=0, lt=1 << 24)]
+
+
+class StockSampling(BaseModel):
+    """SGLang's sampling parameters. It checks few types itself, and a wrong one can end its scheduler."""
+
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Share | None = None
+    max_new_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=4096)] | None = None
+    stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=2)] | None = None
+
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, 0.0, None),
@@ -21,11 +53,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def check_sampling(params: Mapping[str, Any]) -> None:
-    """Refuse sampling parameters without an effect.
+    """Refuse sampling parameters of a wrong type or without an effect.
 
     Raises:
         ValueError: the message names the parameter.
     """
+    try:
+        parse(StockSampling, params)
+    except RequestError as error:
+        raise ValueError(f"sampling_params.{error}") from error
     for name in STRUCTURED:
         if params.get(name):
             raise ValueError(
@@ -37,16 +73,22 @@ def check_sampling(params: Mapping[str, Any]) -> None:
             raise ValueError(f"sampling_params.{name}: {params[name]!r} would be ignored by block diffusion; remove it")
 
 
-def _validate(original: Any, manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    original(manager, request, input_ids)
+def _before_generate(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs before SGLang counts samples, which a wrong type would already break."""
     if manager.server_args.dllm_algorithm is None:
         return
-    check_sampling(request.sampling_params or {})
-    if input_ids is not None:
-        try:
-            check_prompt(input_ids, _mask_id(manager), manager.model_config.vocab_size)
-        except ConfigError as error:
-            raise ValueError(f"input_ids: {error}") from error
+    given = getattr(request, "sampling_params", None) or {}
+    for params in given if isinstance(given, list) else [given]:
+        check_sampling(params or {})
+
+
+def _after_validation(result: Any, manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
+    if manager.server_args.dllm_algorithm is None or input_ids is None:
+        return
+    try:
+        check_prompt(input_ids, _mask_id(manager), manager.model_config.vocab_size)
+    except ConfigError as error:
+        raise ValueError(f"input_ids: {error}") from error
 
 
 def _mask_id(manager: Any) -> int:
@@ -61,6 +103,6 @@ def _mask_id(manager: Any) -> int:
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request", _validate, HookType.AROUND
-    )
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    HookRegistry.register(f"{manager}.generate_request", _before_generate, HookType.BEFORE)
+    HookRegistry.register(f"{manager}._validate_one_request", _after_validation, HookType.AFTER)
