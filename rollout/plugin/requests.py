@@ -80,6 +80,10 @@ def _before_generate(manager: Any, request: Any, *args: Any, **kwargs: Any) -> N
     given = getattr(request, "sampling_params", None) or {}
     for params in given if isinstance(given, list) else [given]:
         check_sampling(params or {})
+    rid = getattr(request, "rid", None)
+    for name in rid if isinstance(rid, list) else [rid]:
+        if name is not None and name in manager.rid_to_state:
+            raise ValueError(f"rid: a request {name!r} is running; wait for its end or use another")
 
 
 def _after_validation(result: Any, manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
