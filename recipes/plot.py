@@ -142,9 +142,7 @@ def read_group(text: str) -> tuple[str, list[dict[str, Any]]]:
         except (OSError, json.JSONDecodeError) as error:
             raise ConfigError(f"{file!r} of group {name!r} cannot be read ({error}); pass a summary.json") from error
         if not summaries[-1].get("val_accuracy_curve"):
-            raise ConfigError(
-                f"{file!r} of group {name!r} has no validations; pass a summary.json with them"
-            )
+            raise ConfigError(f"{file!r} of group {name!r} has no validations; pass a summary.json with them")
     return name, summaries
 
 
