@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
+from argparse import ArgumentError, ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -21,6 +23,7 @@ from dllm.decoding import make_decoder
 from dllm.likelihood import make_likelihood
 from recipes.settings import DllmSettings, RecipeSettings, typed
 from rollout import preflight
+from rollout.algorithm_config import read_algorithm_config
 from trainers.objective import check_objective
 
 CONFIG_DIR = Path(__file__).parent / "config"
@@ -98,6 +101,32 @@ def _explain(error: Exception) -> str:
     if cause is not None and str(cause):
         lines += [line.strip() for line in str(cause).splitlines()[:1]]
     return " ".join(lines)[:600] + " (recipe.dry_run=true prints every key)"
+
+
+def decoder_overrides(arguments: Sequence[str]) -> list[str]:
+    """``--dllm-algorithm NAME`` and ``--dllm-algorithm-config FILE.yaml`` as overrides, which is what they become.
+
+    Raises:
+        ConfigError: the file cannot be read, names a key that the decoder does not have, or sets ``block_size``.
+    """
+    flags = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    flags.add_argument("--dllm-algorithm")
+    flags.add_argument("--dllm-algorithm-config")
+    try:
+        given, rest = flags.parse_known_args(list(arguments))
+    except ArgumentError as error:
+        raise ConfigError(f"{error}; write --dllm-algorithm NAME or --dllm-algorithm-config FILE.yaml") from error
+    if given.dllm_algorithm is not None:
+        rest.append(f"dllm.algorithm='{given.dllm_algorithm}'")
+    if given.dllm_algorithm_config is not None:
+        named = [a.partition("=")[2].strip("'\"") for a in rest if a.startswith("dllm.algorithm=")]
+        options = read_algorithm_config((named or [DllmSettings.algorithm])[-1], given.dllm_algorithm_config)
+        if "block_size" in options:
+            raise ConfigError(
+                f"{given.dllm_algorithm_config} sets block_size, which a run takes from the checkpoint; remove it"
+            )
+        rest += [f"++dllm.options.{key}={json.dumps(value)}" for key, value in options.items()]
+    return rest
 
 
 def run_name(recipe: RecipeSettings) -> str:

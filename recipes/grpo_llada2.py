@@ -2,6 +2,7 @@
 
     python -m recipes.grpo_llada2                                     # a tiny model, on a CPU or one GPU
     python -m recipes.grpo_llada2 hardware=gpu1 model=llada2_mini actor_rollout_ref.model.path=DIR
+    python -m recipes.grpo_llada2 --dllm-algorithm NAME [--dllm-algorithm-config FILE.yaml]   # dllm.algorithm, .options
     python -m recipes.grpo_llada2 recipe.run=NAME trainer.resume_mode=auto     # go on with a run
     python -m recipes.grpo_llada2 recipe.dry_run=true                          # show the config, start nothing
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm.config import ConfigError
-from recipes.compose import ResolvedRun, resolve_run
+from recipes.compose import ResolvedRun, decoder_overrides, resolve_run
 from recipes.host import choose_hardware, host_report
 
 
@@ -121,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
+        arguments = decoder_overrides(arguments)
         requested = next((a.partition("=")[2] for a in arguments if a.startswith("hardware=")), "auto")
         hardware, why = choose_hardware(requested)
         print(f"hardware={hardware} ({why}); {json.dumps(host_report())}", flush=True)

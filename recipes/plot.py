@@ -2,13 +2,15 @@
 
 python -m recipes.plot outputs/grpo_llada2/NAME
 python -m recipes.plot outputs/grpo_llada2/{A,B,C} --compare accuracy.png    # held-out accuracy of several runs
+python -m recipes.plot exact=A.json,B.json elbo=C.json --seeds seeds.png     # groups of summary.json, one run per seed
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from dllm.config import ConfigError
 from recipes.console import validation_accuracy
 from recipes.records import read_metrics
 from trainers.scores import ScoreSummary
@@ -105,6 +108,44 @@ def plot_comparison(directories: Sequence[Path], path: Path) -> Path:
     return _save(figure, path)
 
 
+def plot_seeds(groups: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> Path:
+    """Held-out accuracy of groups of runs that differ in nothing but their seed.
+
+    Args:
+        groups: contents of ``summary.json`` by the name of a group. Runs are thin lines, their mean is a thick one.
+    """
+    figure, axes = _figure("Held-out accuracy (greedy); thick: mean over seeds", "share of right answers")
+    for index, (name, summaries) in enumerate(groups.items()):
+        curves = [{int(step): share for step, share in s["val_accuracy_curve"].items()} for s in summaries]
+        for curve in curves:
+            axes.plot(list(curve), list(curve.values()), color=f"C{index}", lw=0.8, alpha=0.5)
+        steps = sorted(set.intersection(*(set(curve) for curve in curves)))
+        means = [sum(curve[step] for curve in curves) / len(curves) for step in steps]
+        axes.plot(steps, means, color=f"C{index}", lw=2, marker="o", label=f"{name} ({len(curves)})")
+    axes.legend(frameon=False, loc="lower right")
+    return _save(figure, path)
+
+
+def read_group(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """``NAME=FILE.json,FILE.json``: the name and the summaries.
+
+    Raises:
+        ConfigError: it is written differently, or a file is no summary with validations.
+    """
+    name, separator, files = text.partition("=")
+    if not (name and separator and files):
+        raise ConfigError(f"{text!r} names no group of runs; write NAME=FILE.json,FILE.json")
+    summaries = []
+    for file in files.split(","):
+        try:
+            summaries.append(json.loads(Path(file).read_text(encoding="utf-8")))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{file!r} of group {name!r} cannot be read ({error}); pass a summary.json") from error
+        if not summaries[-1].get("val_accuracy_curve"):
+            raise ConfigError(f"{file!r} of group {name!r} has no validations; pass a summary.json with them")
+    return name, summaries
+
+
 def plot_accuracy(points: Sequence[tuple[str, float, ScoreSummary]], path: Path) -> Path:
     """Accuracy (95 % interval) against tokens per forward: one point per (label, tokens per forward, scores)."""
     figure, axes = _figure("Accuracy and speed", "accuracy (95 % interval)", "tokens per denoise forward")
@@ -121,7 +162,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m recipes.plot", description="Draw the curves of runs.")
     parser.add_argument("runs", nargs="+", help="directories of runs")
     parser.add_argument("--compare", metavar="FILE.png", help="draw all runs into one figure instead")
+    parser.add_argument("--seeds", metavar="FILE.png", help="runs are NAME=SUMMARY.json,...: draw groups of seeds")
     args = parser.parse_args(argv)
+    if args.seeds:
+        try:
+            groups = dict(map(read_group, args.runs))
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        print(plot_seeds(groups, Path(args.seeds)))
+        return 0
     directories = [Path(run) for run in args.runs]
     for directory in directories:
         if not (directory / "metrics.jsonl").is_file():

@@ -64,6 +64,12 @@ def difference_summary(diffs: np.ndarray, ties: np.ndarray) -> dict[str, float]:
     }
 
 
+def gate_excess(metrics: Mapping[str, float], limit: float | None) -> float | None:
+    """The p99.9 of a step's log-prob differences if it is above ``dllm.max_logprob_diff``, NaN included; else None."""
+    worst = metrics.get("rollout_corr/logprob_abs_diff/p999")
+    return None if limit is None or worst is None or worst <= limit else worst
+
+
 def divergence_metrics(signed: np.ndarray) -> dict[str, float]:
     """How far the trainer's policy is from the one that decoded, over all drawn tokens.
 

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from rollout.verl.agent_loop import ERROR_TAG, LINE
 from rollout.verl.server import decoder_settings
 from trainers.flips import MEASURE
-from trainers.metrics import refresh_metrics, step_metrics, validation_metrics
+from trainers.metrics import gate_excess, refresh_metrics, step_metrics, validation_metrics
 from trainers.schedule import threshold_of
 from trainers.workers import BlockDiffusionWorker
 
@@ -128,11 +128,10 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         ours = step_metrics(self.step_lines, self.threshold)
         metrics.update(ours)
         limit = self.config.dllm.max_logprob_diff
-        worst = ours.get("rollout_corr/logprob_abs_diff/p999", 0.0)
-        if limit is not None and worst > limit:
+        if (worst := gate_excess(ours, limit)) is not None:
             self.write_lines(f"{self.global_steps}.jsonl")
             raise LogprobMismatch(
-                f"step {self.global_steps}: 0.1 % of the tokens differ by more than {worst:.3g} nats between engine "
+                f"step {self.global_steps}: 0.1 % of the tokens differ by {worst:.3g} nats or more between engine "
                 f"and trainer (dllm.max_logprob_diff={limit}); the rollouts are in "
                 f"{self.config.trainer.rollout_data_dir}, check them with python -m recipes.check_logprobs"
             )

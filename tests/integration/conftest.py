@@ -248,8 +248,11 @@ class LocalEngine:
 
 @pytest.fixture
 def synchronous(heavy, tiny) -> Engine:
-    """A whole batch of blocks until all are done, and no radix cache: the opposite of the server's settings."""
-    start = lambda: LocalEngine(tiny, dllm_fdfo=False, disable_radix_cache=True)
+    """A whole batch of blocks until all are done, and no radix cache: the opposite of the server's settings.
+
+    It records experts for the requests that ask for them.
+    """
+    start = lambda: LocalEngine(tiny, dllm_fdfo=False, disable_radix_cache=True, enable_return_routed_experts=True)
     return heavy.use("synchronous", start).engine
 
 

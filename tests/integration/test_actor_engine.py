@@ -18,12 +18,13 @@ from dllm.attention import attention_for
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams, make_decoder
 from dllm.likelihood import Elbo, Likelihood, OneStep, make_likelihood
-from dllm.likelihood.exact import replay_logprobs, target_head
+from dllm.likelihood.exact import pack_traces, replay_logprobs, target_head
 from dllm.likelihood.states import pack_states, token_sums
 from dllm.models.checkpoint import load_model
 from dllm.reference import decode
 from dllm.trace import RolloutTrace
 from tests.support import sampling_batch, threads, verl_on_cpu, write_tiny_model
+from trainers.flips import MEASURE, recorded_routing
 
 BLOCK = 8
 
@@ -450,3 +451,78 @@ class TestOtherDecoders:
             _, metrics, grads = backward(verl, actor_engine, make_batch(verl, rollouts, old), loss_mode)
             assert metrics["actor/ppo_kl"].aggregate() == pytest.approx(0, abs=1e-4)
             assert grads and all(g.isfinite().all() for g in grads.values())
+
+
+TOLD = {"likelihood": "exact", "algorithm": "SelectThenSample", "options": {"threshold": 0.3}}
+
+
+class TestMeasuredFlips:
+    """Asked for it, the pass for old log-probs says where the trainer would have decided otherwise: 0 where nothing
+    was measured, else 1 + flip."""
+
+    def measured(self, verl, engine, traces, states=1000, **more):
+        data = make_batch(verl, traces, **more)
+        verl.tu.assign_non_tensor(data, **{MEASURE: states})
+        with engine.eval_mode(disable_auto_offload=True):
+            output = engine.infer_batch(data)["model_output"]
+        mask = nested([[1] * len(t.replay_ids) for t in traces])
+        return {name: list(verl.response_from_nested(value, mask).unbind()) for name, value in output.items()}
+
+    @pytest.fixture(scope="class")
+    def experts(self, model, mask_id, traces) -> list[np.ndarray]:
+        """What an engine with the same weights records: int64 [R, routers] of every response."""
+        recorded = []
+        for trace in traces:
+            batch = pack_traces([trace], mask_id, "cpu")
+            head = target_head(batch, sampling_batch(SamplingParams()), mask_id)
+            with torch.no_grad(), recorded_routing(model, batch) as hashes:
+                model(batch.input_ids, batch.position, attention_for(batch), head)
+            table = np.zeros((len(trace.replay_ids), len(hashes)), np.int64)
+            table[batch.target_index.numpy()] = torch.stack(hashes, 1).numpy()
+            recorded.append(table)
+        return recorded
+
+    @staticmethod
+    def column(verl, traces, tables):
+        """The column of the agent loop; None is a response whose experts were not asked for."""
+        lines = [
+            t.to_line() | ({} if table is None else {"routing": table.tolist()})
+            for t, table in zip(traces, tables, strict=True)
+        ]
+        return nested([verl.agent_loop.replay_columns(line)["dllm_routing"] for line in lines])
+
+    def test_the_same_model_flips_nowhere(self, verl, engine, traces, experts):
+        column = self.column(verl, traces, [experts[0], None, experts[2], None])
+        made = self.measured(verl, engine(TOLD), traces, dllm_routing=column)
+        assert made.keys() == {"log_probs", "entropy", "router_tie", "schedule_flip", "router_flip"}
+        for index, (schedule, router) in enumerate(zip(made["schedule_flip"], made["router_flip"], strict=True)):
+            assert (schedule == 1).all()
+            assert (router == (0 if index % 2 else 1)).all()
+        for trace, got in zip(traces, made["log_probs"], strict=True):
+            np.testing.assert_allclose(got.numpy(), trace.logprob, atol=2e-5)
+
+    def test_what_differs_is_seen_where_it_differs(self, verl, engine, traces, experts):
+        """Another threshold reveals other positions; another expert in one router is a share of one token."""
+        changed = [table.copy() for table in experts]
+        changed[2][4, 0] += 1
+        told = TOLD | {"options": {"threshold": 0.05}}
+        made = self.measured(verl, engine(told), traces, dllm_routing=self.column(verl, traces, changed))
+        flipped = torch.cat(made["schedule_flip"])
+        assert set(flipped.tolist()) == {1.0, 2.0}
+        routers = changed[2].shape[1]
+        for index, router in enumerate(made["router_flip"]):
+            expected = torch.ones_like(router)
+            if index == 2:
+                expected[4] += 1 / routers
+            torch.testing.assert_close(router, expected)
+
+    def test_a_sample_of_the_states(self, verl, engine, traces):
+        made = self.measured(verl, engine(TOLD), traces, states=2)
+        values = torch.cat(made["schedule_flip"])
+        assert 0 < int((values > 0).sum()) < len(values) and not (values > 1).any()
+        assert not torch.cat(made["router_flip"]).any(), "no experts were recorded"
+
+    def test_without_a_decoder_or_a_replay_no_schedule_is_measured(self, verl, engine, traces):
+        made = self.measured(verl, engine({"likelihood": "exact"}), traces)
+        assert not torch.cat(made["schedule_flip"]).any()
+        assert "schedule_flip" not in self.measured(verl, engine(LIKELIHOODS["one_step"]), traces)

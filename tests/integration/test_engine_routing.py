@@ -12,29 +12,21 @@ from dllm.attention import attention_for
 from dllm.decoding import SamplingParams
 from dllm.likelihood.exact import pack_traces, router_tie_targets, target_head
 from dllm.models.base import BlockDiffusionLM
-from rollout.engine import Engine, GenerateParams
+from rollout.engine import GenerateParams
 from rollout.records import RolloutSample
-from tests.integration.oracle import THRESHOLD
 from tests.support import sampling_batch
 from trainers.flips import recorded_routing, router_flips
 
 LIMIT = 40
 
 
-@pytest.fixture(scope="module")
-def samples(heavy, tiny) -> tuple[list[RolloutSample], RolloutSample]:
-    """Responses whose experts were asked for, decoded together with one whose were not."""
-    heavy.close()
-    with Engine(
-        tiny.path,
-        options={"threshold": THRESHOLD},
-        device="cpu",
-        enable_return_routed_experts=True,
-    ) as engine:
-        params = GenerateParams(SamplingParams(), LIMIT, ignore_eos=True, routing=True)
-        asked = engine.generate([tiny.prompt(n) for n in (33, 40, 64, 75)], params, seed=1)
-        (plain,) = engine.generate([tiny.prompt(20)], GenerateParams(SamplingParams(), LIMIT), seed=1)
-    return [group[0] for group in asked], plain[0]
+@pytest.fixture
+def samples(synchronous, tiny) -> tuple[list[RolloutSample], RolloutSample]:
+    """Responses whose experts were asked for, and one whose were not."""
+    params = GenerateParams(SamplingParams(), LIMIT, ignore_eos=True, routing=True)
+    asked = synchronous.generate([tiny.prompt(n) for n in (33, 40, 64, 75)], params, seed=1)
+    ((plain,),) = synchronous.generate([tiny.prompt(20)], GenerateParams(SamplingParams(), LIMIT), seed=1)
+    return [group[0] for group in asked], plain
 
 
 def flips(model: BlockDiffusionLM, samples: list[RolloutSample], mask_id: int) -> tuple[torch.Tensor, torch.Tensor]:

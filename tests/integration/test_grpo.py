@@ -62,6 +62,7 @@ class Story:
             "task.train_size=64",
             "data.max_prompt_length=128",
             "dllm.max_logprob_diff=1e-3",
+            "dllm.measure_routing=2",
             "trainer.test_freq=3",
             *more,
         ]
@@ -258,6 +259,26 @@ class TestFinished:
             assert np.isfinite(record["actor/pg_loss"]) and record["dllm/tokens_per_forward"] >= 1
         validations = [r["step"] for r in read_metrics(finished.directory) if r["kind"] == "validation"]
         assert validations == [0, 3, 5]
+
+    def test_flips_are_measured_at_the_first_step(self, finished):
+        """The engine logged the experts of about every second response; both flips ran in the actor's old log-probs."""
+        first, second = (dict(read_rollouts(finished.directory))[step] for step in (1, 2))
+        asked = [line for line in first if "routing" in line]
+        assert 0 < len(asked) < len(first)
+        assert all(line["sampling_params"]["seed"] % 2 == 0 for line in asked)
+        for line in first:
+            tokens = len(line["output_ids"]) + len(line["tail"]["ids"])
+            assert len(line["router_flip"]) == len(line["schedule_flip"]) == tokens
+            drawn = np.asarray(line["reveal_step"] + line["tail"]["reveal_step"]) >= 0
+            shares = np.asarray(line["router_flip"])[drawn]
+            assert ((shares >= 0) if "routing" in line else (shares == -1)).all()
+        assert all("router_flip" not in line and "schedule_flip" not in line for line in second)
+        records = {r["step"]: r for r in finished.steps()}
+        assert records[1]["dllm/router_flip/tokens"] >= sum(len(line["output_ids"]) for line in asked)
+        # In fp32 the two agree but for ties.
+        assert records[1]["dllm/router_flip/ratio"] < 0.02 and records[1]["dllm/schedule_flip/ratio"] < 0.05
+        assert records[1]["dllm/schedule_flip/states"] > 16
+        assert not any(key.startswith(("dllm/router_flip", "dllm/schedule_flip")) for key in records[2])
 
     def test_what_a_person_sees(self, finished):
         text = finished.printed("finished")

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from dllm.config import ConfigError
 from dllm.decoding import DECODERS
 from recipes import grpo_llada2
-from recipes.compose import CONFIG_DIR, compose_config, resolve_run
+from recipes.compose import CONFIG_DIR, compose_config, decoder_overrides, resolve_run
 from recipes.summary import count_prompts
 from tests.support import DATA
 
@@ -276,7 +276,7 @@ class TestParquetTask:
     def test_files_by_path(self, resolve, tiny_dir, tmp_path):
         built = resolve("recipe.run=a", dry=False).config.data
         files = [f"task.train_files=[{built.train_files}]", f"task.val_files=[{built.val_files}]"]
-        data = self.resolve(tiny_dir, tmp_path, *files).config.data
+        data = self.resolve(tiny_dir, tmp_path, *files, "data.max_prompt_length=384").config.data
         assert (data.train_files, data.val_files) == (built.train_files, built.val_files)
 
     def test_several_files_stay_several(self, tiny_dir, tmp_path):
@@ -285,7 +285,7 @@ class TestParquetTask:
         for part, rows in zip(parts, (slice(0, 10), slice(10, 20), slice(20, 25), slice(25, 30)), strict=True):
             frame.iloc[rows].to_parquet(part)
         files = [f"task.train_files=[{parts[0]},{parts[1]}]", f"task.val_files=[{parts[2]},{parts[3]}]"]
-        data = self.resolve(tiny_dir, tmp_path, *files).config.data
+        data = self.resolve(tiny_dir, tmp_path, *files, "data.max_prompt_length=384").config.data
         assert (list(data.train_files), list(data.val_files)) == (parts[:2], parts[2:])
         assert count_prompts(data.val_files) == 10
 
@@ -389,3 +389,43 @@ class TestPromptLengths:
 
     def test_prompts_that_verl_drops_are_not_refused(self, tiny_dir, tmp_path):
         resolve_run(self.arguments(tiny_dir, tmp_path, "task=gcd", "data.filter_overlong_prompts=true"), "cpu")
+
+
+class TestDecoderFlags:
+    """The flags of the other commands work for a run too."""
+
+    @pytest.mark.parametrize("name", ["SampleThenSelect", "FastDLLMv2"])
+    def test_a_name_is_enough(self, tiny_dir, tmp_path, name):
+        given = decoder_overrides(["--dllm-algorithm", name, f"actor_rollout_ref.model.path={tiny_dir}"])
+        run = resolve_run([*given, f"recipe.output_dir={tmp_path}", "recipe.dry_run=true"], "cpu")
+        assert run.config.actor_rollout_ref.rollout.engine_kwargs.sglang_dllm.algorithm == name
+
+    def test_a_file_of_options(self, tmp_path):
+        file = tmp_path / "options.yaml"
+        file.write_text("tokens_per_step: 4\n")
+        given = decoder_overrides(
+            ["trainer.test_freq=3", "--dllm-algorithm=StaticSteps", "--dllm-algorithm-config", str(file)]
+        )
+        assert given == ["trainer.test_freq=3", "dllm.algorithm='StaticSteps'", "++dllm.options.tokens_per_step=4"]
+
+    def test_a_third_party_and_its_file(self, tmp_path):
+        name = "tests.unit.test_decoders:Rightmost"
+        assert decoder_overrides(["--dllm-algorithm", name]) == [f"dllm.algorithm='{name}'"]
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("treshold: 0.9", r"'treshold' is not an option of SelectThenSample; valid keys are \['threshold'\]"),
+            ("{block_size: 8}", "sets block_size, which a run takes from the checkpoint; remove it"),
+            ("", "is empty or not a mapping"),
+        ],
+    )
+    def test_refusals(self, tmp_path, content, message):
+        file = tmp_path / "options.yaml"
+        file.write_text(content)
+        with pytest.raises(ConfigError, match=message):
+            decoder_overrides(["--dllm-algorithm-config", str(file)])
+
+    def test_a_flag_without_its_value(self):
+        with pytest.raises(ConfigError, match="write --dllm-algorithm NAME"):
+            decoder_overrides(["--dllm-algorithm"])

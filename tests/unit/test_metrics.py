@@ -10,6 +10,7 @@ from tests.support import rollout_line as line
 from trainers.metrics import (
     difference_summary,
     divergence_metrics,
+    gate_excess,
     group_diversity,
     logprob_differences,
     refresh_metrics,
@@ -123,3 +124,12 @@ def test_refresh_metrics():
         "weight_sync/version": 7.0,
         "weight_sync/lag": 1.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("worst", "limit", "stops"),
+    [(1e-3, 1e-4, True), (1e-4, 1e-4, False), (1e-5, 1e-4, False), (float("nan"), 1e-4, True), (9.0, None, False)],
+)
+def test_a_run_stops_above_its_limit(worst, limit, stops):
+    assert (gate_excess({"rollout_corr/logprob_abs_diff/p999": worst}, limit) is not None) == stops
+    assert gate_excess({}, limit) is None, "another likelihood is not on the engine's scale"

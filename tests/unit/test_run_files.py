@@ -168,3 +168,22 @@ def test_the_summary_of_a_run_without_validation(tmp_path, capsys):
     summary = {"val_accuracy_before": None, "val_accuracy_after": None, "val_prompts": 8, "steps": 2, "wall_s": 9.0}
     grpo_llada2.print_summary(tmp_path, summary | {"device": "cpu", "host": {"fp32_gflops_per_core": 30.0}})
     assert "no validation, 2 steps in 9 s on cpu" in capsys.readouterr().out
+
+
+def test_seeds_of_several_groups_in_one_figure(tmp_path, capsys):
+    for name, last in (("a", 0.5), ("b", 0.7), ("c", 0.6)):
+        summary = {"val_accuracy_curve": {"0": 0.4, "7": 0.45, "14": last}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(summary))
+    (tmp_path / "empty.json").write_text("{}")
+    group = lambda name, *files: f"{name}=" + ",".join(str(tmp_path / f"{file}.json") for file in files)
+    figure = tmp_path / "seeds.png"
+    assert plot.main([group("exact", "a", "b"), group("elbo", "c"), "--seeds", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    for wrong, message in (
+        ("exact", "'exact' names no group of runs; write NAME=FILE.json,FILE.json"),
+        (group("exact", "missing"), "cannot be read"),
+        (group("exact", "empty"), "has no validations"),
+    ):
+        capsys.readouterr()
+        assert plot.main([wrong, "--seeds", str(figure)]) == 2
+        assert message in capsys.readouterr().err
