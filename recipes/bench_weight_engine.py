@@ -138,7 +138,7 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
                 print(engine.tail(), file=sys.stderr)
                 return
             transport: Transport = CudaIpcTransport() if device == "cuda" else SharedMemoryTransport()
-            bucket = (arguments.bucket_mb or (1 if tiny else 2048)) << 20
+            bucket = (arguments.bucket_mb or (1 if tiny else 5120)) << 20
             control = EngineControl(engine.url, timeout=60)
             publisher = WeightPublisher(layout, transport, [control], bucket)
             stages: list[tuple[str, Callable[[], Any]]] = [
@@ -294,7 +294,7 @@ def repeated(publisher: WeightPublisher, weights: dict[str, Tensor], count: int,
     used, seconds = [], []
     for i in range(count):
         seconds.append(publisher.publish(weights, str(1000 + i)).seconds["total"])
-        if device == "cuda":
+        if device == "cuda" and i in (0, count - 1):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
             used.append((total - free) / 1e6)
