@@ -137,12 +137,13 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
             if results.stage("engine", start) is None:
                 print(engine.tail(), file=sys.stderr)
                 return
-            transport: Transport = CudaIpcTransport() if device == "cuda" else SharedMemoryTransport()
-            bucket = (arguments.bucket_mb or (1 if tiny else 2048)) << 20
+            transport = transport_for(device)
+            bucket = (arguments.bucket_mb or (1 if tiny else 5120)) << 20
             control = EngineControl(engine.url, timeout=60)
             publisher = WeightPublisher(layout, transport, [control], bucket)
             stages: list[tuple[str, Callable[[], Any]]] = [
                 ("ours", lambda: ours(publisher, weights, bucket)),
+                ("bucket sizes", lambda: bucket_sizes(control, layout, weights, device, bucket)),
                 ("stock", lambda: stock(control, weights, device)),
                 ("tokens follow the weights", lambda: tokens_follow(engine, publisher, layout, weights, device)),
                 ("under load", lambda: under_load(engine, publisher, weights, arguments.requests, tiny)),
@@ -154,6 +155,27 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
             publisher.close()
         finally:
             engine.close()
+
+
+def transport_for(device: str) -> Transport:
+    return CudaIpcTransport() if device == "cuda" else SharedMemoryTransport()
+
+
+def bucket_sizes(
+    control: EngineControl, layout: CheckpointLayout, weights: dict[str, Tensor], device: str, largest: int
+) -> dict[str, Any]:
+    """Seconds from pause to resume, and of them the transfer, with smaller buckets."""
+    seconds = {}
+    for size in (largest // 5, 2 * largest // 5, 3 * largest // 5, largest):
+        transport = transport_for(device)
+        publisher = WeightPublisher(layout, transport, [control], size)
+        reports = [publisher.publish(weights, str(20 + i)) for i in range(4)][1:]
+        transport.close()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        stream, total = (min(report.seconds[name] for report in reports) for name in ("stream", "total"))
+        seconds[f"{size >> 20} MiB, {reports[0].buckets} buckets"] = f"{total:.3f} s, of it stream {stream:.3f} s"
+    return seconds
 
 
 def device_speeds(weights: dict[str, Tensor]) -> dict[str, float]:
@@ -294,7 +316,7 @@ def repeated(publisher: WeightPublisher, weights: dict[str, Tensor], count: int,
     used, seconds = [], []
     for i in range(count):
         seconds.append(publisher.publish(weights, str(1000 + i)).seconds["total"])
-        if device == "cuda":
+        if device == "cuda" and i in (0, count - 1):
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
             used.append((total - free) / 1e6)

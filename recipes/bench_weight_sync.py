@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="config.json of the model")
     parser.add_argument("--names-only", action="store_true", help="the loaders alone, without an engine")
     parser.add_argument("--tiny", action="store_true", help="a tiny network instead of the config's sizes")
-    parser.add_argument("--bucket-mb", type=int, help="size of our buckets (default: 2048, 1 with --tiny)")
+    parser.add_argument("--bucket-mb", type=int, help="size of our buckets (default: 5120, 1 with --tiny)")
     parser.add_argument("--refreshes", type=int, default=50, help="how many follow each other (default: 50)")
     parser.add_argument("--requests", type=int, default=64, help="how many run during a refresh (default: 64)")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.messages import (
+    APPLIED,
     CHECKSUM,
     RESEND,
     Abort,
@@ -56,6 +58,9 @@ class EngineControl:
         timeout: seconds until a call is given up.
         drain_seconds: how long requests that run when an update begins may take to end on their own; afterwards they
             are aborted at their next block boundary.
+
+    Attributes:
+        applied_seconds: that the engine's loader has spent on buckets so far.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class EngineControl:
     ) -> None:
         self.url, self.tp_size = url.rstrip("/"), tp_size
         self.timeout, self.drain_seconds = timeout, drain_seconds
+        self.applied_seconds = 0.0
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
@@ -144,6 +150,8 @@ class EngineControl:
             ResendError: it was damaged or is not the next one; nothing of it was used.
         """
         answer = self.message(spec, [] if data is None else [data])
+        with suppress(ValueError):
+            self.applied_seconds += float(answer.partition(APPLIED)[2].partition(" s")[0])
         return answer.partition(CHECKSUM)[2][:16]
 
     def commit(self, run_id: str, version: str, checksum: str = "") -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.checksum import MODULUS, same_checksum
-from weight_sync.messages import CHECKSUM, RESEND, Abort, BucketSpec, Commit, LoaderStatus, Manifest, Slots
+from weight_sync.messages import APPLIED, CHECKSUM, RESEND, Abort, BucketSpec, Commit, LoaderStatus, Manifest, Slots
 from weight_sync.target import Progress, Target
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ STATE = LoaderState()
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Handle one message: its header (see ``weight_sync.messages``) and the tensors that travel along."""
+    began = time.perf_counter()
     try:
         header = named_tensors[0][0]
         raw = json.loads(header)
@@ -93,26 +95,27 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         logger.exception("weight update failed")
         STATE.session = None
         STATE.status = LoaderStatus(False, f"{type(error).__name__}: {error}; start over")
-    STATE.status.label = STATE.label
+    STATE.status.label, STATE.status.seconds = STATE.label, time.perf_counter() - began
 
 
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     """Success and message of the whole engine, from the statuses of its ranks; the same on every rank.
 
-    After the last bucket, and when asked for it, the message is ``checksum: <16 hex digits>`` of all weights over all
-    ranks.
+    The message says how long it took; after the last bucket, and when asked for it, it ends in
+    ``checksum: <16 hex digits>`` of all weights over all ranks.
     """
     for rank, status in enumerate(statuses):
         if status is None or not status.ok:
             resend = RESEND if status and status.resend else ""
             return False, f"{resend}rank {rank}: {status.message if status else 'the loader did not run'}"
     shares = [status.checksum for status in statuses if status is not None and status.checksum is not None]
+    applied = f"{APPLIED}{max(status.seconds for status in statuses if status):.6f} s"
     if len(shares) != len(statuses):
-        return True, statuses[0].message if statuses and statuses[0] else ""
+        return True, applied
     total = sum(shares) % MODULUS
     if STATE.session is not None and STATE.session.share is not None:
         STATE.session.total = total
-    return True, f"{CHECKSUM}{total:016x}"
+    return True, f"{applied}; {CHECKSUM}{total:016x}"
 
 
 def target_of(model: Any) -> Target:

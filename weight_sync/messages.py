@@ -29,6 +29,10 @@ CHECKSUM = "checksum: "
 """Beginning of the answer to the last bucket and to ``Read``; 16 hex digits follow."""
 
 
+APPLIED = "applied in "
+"""Beginning of the answer to a bucket; the seconds of the slowest rank follow."""
+
+
 class Message:
     """Base of the headers below: JSON text whose ``kind`` says which one it is."""
 
@@ -166,6 +170,7 @@ class LoaderStatus:
         checksum: this rank's share of the checksum of everything the engine holds, after the last bucket.
         label: version of the weights after the message; ``torn:<old>-><new>`` while they are a mixture, None if no
             update has touched them.
+        seconds: that it took.
     """
 
     ok: bool
@@ -175,6 +180,7 @@ class LoaderStatus:
     resend: bool = False
     checksum: int | None = None
     label: str | None = None
+    seconds: float = 0.0
 
 
 @dataclass
@@ -187,8 +193,8 @@ class SyncReport:
         checksum: of the weights, equal on the trainer and on every engine ("" if it was not computed).
         seconds: by stage, in the order of time: "pause" (running requests end), "stream" (first tensor to last
             bucket, read back and compared), "finish" (cache and version), "resume"; "total" is all of it. Within
-            "stream", and partly at the same time: "gather" (source to bucket), "checksum", "transfer" (the engine's
-            copies included).
+            "stream", and partly at the same time: "gather" (source to bucket), "checksum", "transfer" (until the engine
+            has copied it) and of that "apply" (in its loader).
     """
 
     version: str

@@ -22,7 +22,7 @@ DEFAULT_BUCKET_BYTES = 1 << 30
 ATTEMPTS = 3
 """How often a bucket is sent that arrives damaged."""
 
-STAGES = ("pause", "gather", "checksum", "transfer", "stream", "finish", "resume")
+STAGES = ("pause", "gather", "checksum", "transfer", "apply", "stream", "finish", "resume")
 
 Named = Iterable[tuple[str, Tensor]] | Mapping[str, Tensor]
 
@@ -135,6 +135,7 @@ class WeightPublisher:
             self.layout.check(known, rounded_router=self.rounded_router)
         manifest = Manifest(uuid.uuid4().hex, version, self.layout.tensors(), self.layout.nbytes)
         update = _Update(manifest, engines, report)
+        before = [getattr(engine, "applied_seconds", 0.0) for engine in engines]
         try:
             with timed(report, "pause"):
                 fan_out(engines, lambda engine: engine.pause())
@@ -152,6 +153,8 @@ class WeightPublisher:
             self.transport.release()
         for engine in engines:
             self._status[engine.url] = EngineStatus(version)
+        after = [getattr(engine, "applied_seconds", 0.0) for engine in engines]
+        report.seconds["apply"] = max((b - a for a, b in zip(before, after, strict=True)), default=0.0)
         report.seconds["total"] = time.perf_counter() - started
         return report
 
@@ -165,19 +168,21 @@ class WeightPublisher:
             while True:
                 with timed(update.report, "gather"):
                     bucket = next(buckets, None)
+                spec = None if bucket is None else self._describe(bucket, update)
                 if on_its_way is not None:
                     on_its_way.result()
-                if bucket is None:
+                if bucket is None or spec is None:
                     return
-                on_its_way = self._sender.submit(self._send, bucket, update)
+                on_its_way = self._sender.submit(self._send, bucket, spec, update)
         finally:
             if on_its_way is not None:
                 with suppress(WeightSyncError):
                     on_its_way.result()
 
-    def _send(self, bucket: Bucket, update: _Update) -> None:
-        report, manifest = update.report, update.manifest
-        with timed(report, "checksum"):
+    def _describe(self, bucket: Bucket, update: _Update) -> BucketSpec:
+        """The header of a bucket, with its checksum; also counts it in the checksum of the whole."""
+        manifest = update.manifest
+        with timed(update.report, "checksum"):
             bucket.wait()
             sums = placement_sums(bucket.data, bucket.placements)
             on_host = bucket.data.device.type == "cpu"
@@ -186,7 +191,10 @@ class WeightPublisher:
                 update.checksum = (update.checksum + name_factor(placement.name) * value) % MODULUS
         spec = BucketSpec(manifest.run_id, manifest.version, bucket.index, bucket.last, bucket.placements, checksum)
         spec.nbytes = bucket.data.numel()
-        update.touched = True
+        return spec
+
+    def _send(self, bucket: Bucket, spec: BucketSpec, update: _Update) -> None:
+        report, update.touched = update.report, True
         with timed(report, "transfer"):
             for attempt in range(1, ATTEMPTS + 1):
                 try:

@@ -54,8 +54,10 @@ def _report_loader(result: Any, manager: Any) -> None:
     from weight_sync import loader
 
     size = torch.distributed.get_world_size(manager.tp_cpu_group)
-    statuses: list[Any] = [None] * size
-    torch.distributed.all_gather_object(statuses, loader.STATE.status, group=manager.tp_cpu_group)
+    statuses: list[Any] = [loader.STATE.status]
+    if size > 1:
+        statuses = [None] * size
+        torch.distributed.all_gather_object(statuses, loader.STATE.status, group=manager.tp_cpu_group)
     result.success, result.message = loader.answer(statuses)
     if loader.STATE.label is not None:
         set_current(loader.STATE.label)

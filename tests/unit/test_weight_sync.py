@@ -244,7 +244,7 @@ class TestPublisher:
         assert engine.calls[:2] == ["pause", "begin"] and engine.calls[-2:] == ["commit", "resume"]
         assert loader.STATE.label == "7" and loader.STATE.session is None
         assert publisher.status()["local"].version == "7" and publisher.transport.released == 1
-        within = ("gather", "checksum", "transfer")
+        within = ("gather", "checksum", "transfer", "apply")
         assert sum(v for k, v in report.seconds.items() if k not in (*within, "total")) <= report.seconds["total"]
 
     def test_every_publish_is_an_update_of_its_own(self, publisher, engine):
@@ -398,10 +398,13 @@ class TestControl:
 
         def answer(request):
             bodies.append(json.loads(request.content))
-            return httpx.Response(200, json={"success": True, "message": "checksum: 0123456789abcdef"})
+            return httpx.Response(
+                200, json={"success": True, "message": "applied in 0.500000 s; checksum: 0123456789abcdef"}
+            )
 
         engine = control(answer)
         assert engine.send_bucket(BucketSpec("run", "9", 0, True)) == "0123456789abcdef"
+        assert engine.applied_seconds == 0.5
         engine.commit("run", "9")
         assert [body["weight_version"] for body in bodies] == [None, "9"]
         assert not any(body["flush_cache"] for body in bodies)
