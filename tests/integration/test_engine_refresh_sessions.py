@@ -32,6 +32,7 @@ from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.push import main, push
+from weight_sync.staging import sweep
 from weight_sync.transports.shm import SharedMemoryTransport
 
 GREEDY = SamplingParams(0)
@@ -304,3 +305,6 @@ def test_a_killed_scheduler_is_no_success(sessions, tiny):
 
     wait_for(gone, 60, "the end of the server")
     sessions.server.close()
+    pid = sessions.server.process.pid
+    sweep()
+    assert not list(Path("/dev/shm").glob(f"weight_staging_{pid}_*")), "the next server removes what this one left"
