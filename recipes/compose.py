@@ -24,6 +24,7 @@ from dllm.likelihood import make_likelihood
 from recipes.settings import DllmSettings, RecipeSettings, typed
 from rollout import preflight
 from rollout.algorithm_config import read_algorithm_config
+from rollout.saved import check_saved
 from trainers.objective import check_objective
 
 CONFIG_DIR = Path(__file__).parent / "config"
@@ -153,6 +154,8 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
     _check_lengths(config, report)
     _check_batches(config)
     _check_objective(config, dllm)
+    if recipe.load_debug_rollouts is not None:
+        _check_saved(config, recipe.load_debug_rollouts)
     train_files, val_files = task_files(config, recipe)
     if not recipe.dry_run:
         _check_prompts(config, [train_files, val_files])
@@ -207,6 +210,18 @@ def _check_lengths(config: DictConfig, report: preflight.Report) -> None:
             f"actor_rollout_ref.rollout.n={config.actor_rollout_ref.rollout.n} leaves GRPO without a group to compare "
             "with; use at least 2"
         )
+
+
+def _check_saved(config: DictConfig, directory: str) -> None:
+    """Without an engine nothing can be validated, and no step can be taken whose rollouts were not saved."""
+    for key, off in (("val_before_train", False), ("test_freq", -1)):
+        value = config.trainer[key]
+        if value is True or (value is not False and value > 0):
+            raise ConfigError(
+                f"trainer.{key}={value} needs an engine, and recipe.load_debug_rollouts={directory!r} runs without; "
+                f"set trainer.{key}={str(off).lower()}"
+            )
+    check_saved(directory, config.trainer.total_training_steps)
 
 
 def _check_prompts(config: DictConfig, files: Sequence[str | list[str]]) -> None:

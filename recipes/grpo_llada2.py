@@ -5,6 +5,9 @@
     python -m recipes.grpo_llada2 --dllm-algorithm NAME [--dllm-algorithm-config FILE.yaml]   # dllm.algorithm, .options
     python -m recipes.grpo_llada2 recipe.run=NAME trainer.resume_mode=auto     # go on with a run
     python -m recipes.grpo_llada2 recipe.dry_run=true                          # show the config, start nothing
+    python -m recipes.grpo_llada2 --save-debug-rollouts DIR                    # every rollout as parquet, too
+    python -m recipes.grpo_llada2 --load-debug-rollouts DIR trainer.val_before_train=false trainer.test_freq=-1
+                                                                               # train from them, without an engine
 
 Every key of verl's config can be overridden, and the groups hardware (auto, cpu, gpu1, gpus), model (tiny,
 llada2_mini, llada2_flash) and task (see recipes/config/task).
@@ -116,13 +119,31 @@ def print_summary(directory: Path, summary: dict) -> None:
             print(f"  {name:<14} {what}")
 
 
+def as_overrides(arguments: Sequence[str]) -> list[str]:
+    """Arguments with ``--save-debug-rollouts DIR`` and ``--load-debug-rollouts DIR`` as the keys they stand for.
+
+    Raises:
+        ConfigError: a directory is missing.
+    """
+    made, rest = [], iter(arguments)
+    for argument in rest:
+        name, _, value = argument.partition("=")
+        if name in ("--save-debug-rollouts", "--load-debug-rollouts"):
+            value = value or next(rest, "")
+            if not value:
+                raise ConfigError(f"{name} has no directory; write {name} DIR")
+            argument = f"recipe.{name[2:].replace('-', '_')}={value}"
+        made.append(argument)
+    return made
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help") for a in arguments):
         print(__doc__)
         return 0
     try:
-        arguments = decoder_overrides(arguments)
+        arguments = as_overrides(decoder_overrides(arguments))
         requested = next((a.partition("=")[2] for a in arguments if a.startswith("hardware=")), "auto")
         hardware, why = choose_hardware(requested)
         print(f"hardware={hardware} ({why}); {json.dumps(host_report())}", flush=True)

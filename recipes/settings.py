@@ -48,6 +48,12 @@ class RecipeSettings:
     """Prompts built from task generators, reused by later runs."""
     seed: int = 0
     """Seed of prompts, sampling noise and the data order."""
+    wandb_samples: int = 8
+    """Rows per step of the table of rollouts in Weights & Biases; 0 writes none."""
+    save_debug_rollouts: str | None = None
+    """Directory for the rollouts of every step as parquet, beside the run's own JSON lines."""
+    load_debug_rollouts: str | None = None
+    """Directory of saved rollouts (parquet or JSON lines) to train from without an engine."""
 
 
 def typed(config: DictConfig) -> tuple[DllmSettings, RecipeSettings]:

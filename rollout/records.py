@@ -207,19 +207,80 @@ def check_trainable(trace: RolloutTrace) -> None:
         )
 
 
+TRAINER_KEYS = (
+    "step",
+    "uid",
+    "reward",
+    "ground_truth",
+    "input",
+    "output",
+    "gts",
+    "score",
+    "acc",
+    "malformed",
+    "router_tie",
+    "trainer_logprob",
+    "trainer_likelihood",
+    "schedule_flip",
+    "router_flip",
+)
+"""What a training run adds to a sample's line; ``input``, ``output``, ``gts`` and ``score`` are verl's own names."""
+
+
+def engine_line(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A line as the engine made it: without what a training run added."""
+    return {name: value for name, value in line.items() if name not in TRAINER_KEYS}
+
+
 def write_line(file: TextIO, line: Mapping[str, Any]) -> None:
     """Append one JSON line and flush it, so that a killed run keeps what it has."""
     file.write(json.dumps(line, ensure_ascii=False) + "\n")
     file.flush()
 
 
+def write_parquet(path: str | Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Write lines as a parquet file with their keys as columns; the file appears whole or not at all.
+
+    A key that a line lacks, or that is None, is null. A file takes about a third of the space of JSON lines.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = dict.fromkeys(name for line in lines for name in line)
+    table = pa.Table.from_pylist([{name: line.get(name) for name in names} for line in lines])
+    part = Path(f"{path}.part")
+    pq.write_table(table, part, compression="zstd")
+    part.replace(path)
+
+
+def read_parquet(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of ``write_parquet``, without keys that are null.
+
+    Raises:
+        FileNotFoundError: no such file.
+        TraceError: not a parquet file.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise TraceError(f"{path} is not a parquet file: {error}") from error
+    for line in table.to_pylist():
+        yield {name: value for name, value in line.items() if value is not None}
+
+
 def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
-    """JSON objects of a rollout or prompt file.
+    """Objects of a rollout or prompt file: JSON lines, or parquet by the suffix of its name.
 
     Raises:
         FileNotFoundError: no such file.
         TraceError: a line is not a JSON object; the message has its number.
     """
+    if Path(path).suffix == ".parquet":
+        yield from read_parquet(path)
+        return
     with Path(path).open(encoding="utf-8") as file:
         for number, text in enumerate(file, 1):
             if not text.strip():

@@ -13,10 +13,12 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from rollout.verl.agent_loop import ERROR_TAG, LINE
+from rollout.records import write_parquet
+from rollout.verl.agent_loop import ERROR_TAG, LINE, saved_rollouts
 from rollout.verl.server import decoder_settings
 from trainers.flips import MEASURE
 from trainers.metrics import gate_excess, refresh_metrics, step_metrics, validation_metrics
+from trainers.samples import log_samples
 from trainers.schedule import threshold_of
 from trainers.workers import BlockDiffusionWorker
 
@@ -43,6 +45,11 @@ class BlockDiffusionTrainer(PPOTrainerSync):
     """
 
     def __init__(self, config: Any, listener: Listener | None = None) -> None:
+        self.without_engine = saved_rollouts(config.actor_rollout_ref.rollout) is not None
+        # verl's switches for a trainer that starts no engine beside its workers.
+        self._enable_hybrid_replicas = not self.without_engine
+        if self.without_engine:
+            config.actor_rollout_ref.rollout.nnodes = 1
         super().__init__(config)
         self.listener = listener or (lambda event, details: None)
         self.step_lines: list[dict[str, Any]] = []
@@ -92,7 +99,13 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         super().on_sample_begin()
         self.listener("phase", {"name": "rollout"})
 
+    def on_init_end(self) -> None:
+        if not self.without_engine:
+            super().on_init_end()
+
     def on_step_end(self) -> None:
+        if self.without_engine:
+            return
         self.listener("phase", {"name": "weight refresh"})
         super().on_step_end()
         replicas = self.checkpoint_manager.replicas
@@ -152,11 +165,17 @@ class BlockDiffusionTrainer(PPOTrainerSync):
             logprob = unbound["old_log_probs"][i].tolist()
             # verl keeps what belongs to a response token one place earlier.
             ours = slice(-len(logprob) - 1, -1)
+            reward, truth = float(unbound["rm_scores"][i].sum()), rewards[i].get("ground_truth")
             line.update(
                 step=self.global_steps,
                 uid=uids[i],
-                reward=float(unbound["rm_scores"][i].sum()),
-                ground_truth=rewards[i].get("ground_truth"),
+                reward=reward,
+                ground_truth=truth,
+                # The fields of verl's own dump, under its names.
+                input=self.tokenizer.decode(line["input_ids"], skip_special_tokens=True),
+                output=line["text"],
+                gts=truth,
+                score=reward,
                 router_tie=[bool(v) for v in unbound["router_tie"][i][ours].tolist()],
                 # 0 stands for what was not measured; rows of padding have nothing else.
                 **{name: [v - 1.0 for v in unbound[name][i][ours].tolist()] for name in flips},
@@ -178,9 +197,13 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         with temporary.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in self.step_lines)
         temporary.replace(directory / name)
+        if (saved := self.config.recipe.save_debug_rollouts) is not None:
+            Path(saved).mkdir(parents=True, exist_ok=True)
+            write_parquet(Path(saved) / f"{Path(name).stem}.parquet", self.step_lines)
 
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
         self.write_lines(f"{self.global_steps}.jsonl")
+        log_samples(self.logger, self.step_lines, self.config.recipe.wandb_samples, self.global_steps)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)

@@ -8,6 +8,7 @@ SGLang's internals; each hook is in the module of what it changes:
     finish.py       where a response stops, and the log that leaves with it
     abort.py        aborts at a block boundary
     prefill.py      prompts in large chunks
+    metrics.py      Prometheus metrics
     routing.py      experts of each token at its reveal, on request
     version.py      which weights a block was decoded with
     requests.py     requests that are refused on every endpoint
@@ -20,8 +21,20 @@ from __future__ import annotations
 
 def register() -> None:
     """Install all hooks; called once per process by SGLang's plugin loader."""
-    from rollout.plugin import abort, algorithm, cpu, fence, finish, prefill, requests, routing, settings, version
+    from rollout.plugin import (
+        abort,
+        algorithm,
+        cpu,
+        fence,
+        finish,
+        metrics,
+        prefill,
+        requests,
+        routing,
+        settings,
+        version,
+    )
 
     cpu.prepare_environment()
-    for module in (settings, algorithm, prefill, finish, abort, routing, version, fence, requests, cpu):
+    for module in (settings, algorithm, prefill, finish, abort, routing, version, fence, requests, metrics, cpu):
         module.install()

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rollout.plugin import metrics
+
 
 def _pop_aborted(original: Callable, manager: Any, abort_all: bool, rid: str) -> list[Any]:
     """Let a request that is denoising finish its block; only others leave the queues at once."""
@@ -26,6 +28,8 @@ def _pop_aborted(original: Callable, manager: Any, abort_all: bool, rid: str) ->
                 kept.append(req)
         setattr(manager, queue, kept)
     popped = original(manager, abort_all, rid)
+    if (counters := metrics.current()) is not None:
+        counters.dropped(len(popped))
     for queue, req in denoising:
         getattr(manager, queue).append(req)
     return popped

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from rollout.plugin import metrics
 from rollout.plugin.blocklog import BlockRecord
 
 PER_TOKEN = ("reveal_step", "logprob", "logprob_raw", "confidence")
@@ -122,7 +123,8 @@ def _update_finish_state(original: Callable, req: Any, new_accepted_len: int = 1
         return original(req, new_accepted_len)
     record = req.__dict__.pop("dllm_record", None)
     if record is not None and record.failure is not None:
-        return _fail(req, new_accepted_len, record.failure)
+        _fail(req, new_accepted_len, record.failure)
+        return _count(req, None)
     if record is not None:
         _append_log(req, record, new_accepted_len)
     if req.to_finish:
@@ -134,7 +136,16 @@ def _update_finish_state(original: Callable, req: Any, new_accepted_len: int = 1
             req.finished_len = len(req.output_ids)
         if record is not None and req.finished_len > 0:
             _attach_tail(req)
-    return None
+    return _count(req, record)
+
+
+def _count(req: Any, record: BlockRecord | None) -> None:
+    counters = metrics.current()
+    if counters is not None:
+        if record is not None:
+            counters.block(req, record)
+        if req.finished():
+            counters.request(req)
 
 
 def install() -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from rollout.plugin import metrics
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -140,6 +142,8 @@ def run(usual: Callable, worker: Any, forward_batch: Any, batch: Any) -> Any:
     with _chunk_pass(worker.model_runner.attn_backend):
         chunk = batch_of_rows(forward_batch, [row for row in rows if row.request in prompts], size)
         out = worker.model_runner.forward(chunk, pp_proxy_tensors=None)
+    if (counters := metrics.current()) is not None:
+        counters.prefill(chunk.extend_num_tokens)
     ids: list[Any] = [None] * len(reqs)
     accepted, states = [size] * len(reqs), [None] * len(reqs)
     for i in prompts:

@@ -13,10 +13,14 @@ import transfer_queue as tq
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput, register
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.profiler import simple_timer
+from verl.workers.rollout.replica import TokenOutput
 
 from dllm.config import resolve
 from dllm.noise import sample_seed
+from dllm.trace import RolloutTrace
 from rollout.engine import content_seed
+from rollout.records import check_trainable
+from rollout.saved import SavedRollouts
 
 LINE = "dllm"
 """Key of ``extra_fields`` that holds the rollout line of a sample."""
@@ -82,6 +86,25 @@ def aligned_limit(prompt_len: int, response_length: int, block_size: int) -> int
     return limit
 
 
+def saved_rollouts(rollout_config: Any) -> str | None:
+    """``rollout.engine_kwargs.sglang_dllm.load_debug_rollouts``: directory of rollouts to train from without an
+    engine."""
+    settings = (rollout_config.get("engine_kwargs") or {}).get("sglang_dllm") or {}
+    return settings.get("load_debug_rollouts")
+
+
+def saved_output(line: Mapping[str, Any], step: int) -> TokenOutput:
+    """What ``BlockDiffusionServer.generate`` returned for a line of a rollout file."""
+    trace = RolloutTrace.from_line(line)
+    check_trainable(trace)
+    return TokenOutput(
+        token_ids=trace.replay_ids.tolist(),
+        log_probs=trace.action_logprob.tolist(),
+        stop_reason=line["finish_reason"],
+        extra_fields={LINE: dict(line), "global_steps": step, "min_global_steps": step, "max_global_steps": step},
+    )
+
+
 @register(AGENT_NAME)
 class BlockDiffusionSingleTurn(AgentLoopBase):
     """One prompt, one response, one log."""
@@ -89,6 +112,8 @@ class BlockDiffusionSingleTurn(AgentLoopBase):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_size = resolve(self.config.actor_rollout_ref.model.path).block_size
+        directory = saved_rollouts(self.config.actor_rollout_ref.rollout)
+        self.saved = None if directory is None else SavedRollouts(directory)
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
@@ -101,9 +126,13 @@ class BlockDiffusionSingleTurn(AgentLoopBase):
         }
         metrics: dict[str, Any] = {}
         with simple_timer("generate_sequences", metrics):
-            output = await self.server_manager.generate(
-                request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=request
-            )
+            if self.saved is not None:
+                step = int(kwargs["global_steps"])
+                output = saved_output(self.saved.line(step, prompt_ids, request["seed"]), step)
+            else:
+                output = await self.server_manager.generate(
+                    request_id=uuid4().hex, prompt_ids=prompt_ids, sampling_params=request
+                )
         return BlockDiffusionOutput(
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,

@@ -14,7 +14,7 @@ from rollout.engine import write_algorithm_config
 from rollout.records import check_trainable, sample_from_response
 from weight_sync.control import LOADER
 
-NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0}
+NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0, "load_debug_rollouts": None}
 
 
 def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:

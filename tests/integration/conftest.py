@@ -197,12 +197,27 @@ class RolloutServer(Server):
     module = "rollout.server"
 
 
-@pytest.fixture
-def server(heavy, tiny, tmp_path_factory) -> Server:
-    """First-done-first-out scheduling and radix cache, the defaults."""
+def default_server(heavy: OneAtATime, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Server:
     return heavy.use(
         "server", lambda: RolloutServer(tiny, tmp_path_factory.mktemp("server"), **{"enable-metrics": None})
     )
+
+
+@pytest.fixture
+def server(heavy, tiny, tmp_path_factory) -> Server:
+    """First-done-first-out scheduling and radix cache, the defaults."""
+    return default_server(heavy, tiny, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def alone(heavy, tiny, tmp_path_factory):
+    """Random requests and their answers when each runs alone on ``server``."""
+    from tests.integration.invariance import Alone, random_requests
+
+    running = default_server(heavy, tiny, tmp_path_factory)
+    made = Alone(random_requests())
+    made.answers = [running.generate([request])[0] for request in made.requests]
+    return made
 
 
 @pytest.fixture(scope="session")

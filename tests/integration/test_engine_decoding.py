@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from dllm.decoding import SamplingParams
+from rollout.chat.blocks import committed
+from rollout.chat.source import ServerSource
+from rollout.engine import GenerateParams
 from tests.integration.conftest import Request
 from tests.integration.oracle import THRESHOLD, TOLERANCE, Case, TinyModel, assert_same
 
@@ -59,10 +62,41 @@ def test_long_prompts_run_in_chunks(server, tiny, cases):
     The second time all of its blocks but some come from the radix cache, so that it denoises in the pass in which
     others still read their prompts.
     """
-    long = [tiny.case(n) for n in (200, 351, 512)]
-    for batch in (long, [long[1], *cases.values(), tiny.case(290), long[0]]):
+    long = [tiny.case(n) for n in (200, 351)]
+    for batch in (long, [long[1], *cases.values(), tiny.case(130), long[0]]):
         for sample, case in zip(server.generate([Request.of(c) for c in batch]), batch, strict=True):
             assert_same(sample.trace, case.trace)
+
+
+def counters(server) -> dict[str, float]:
+    """Samples of ``/metrics`` with our prefix; labels are part of the name."""
+    lines = server.client.get("/metrics", follow_redirects=True).text.splitlines()
+    return {name: float(value) for name, value in (ln.rsplit(" ", 1) for ln in lines if ln.startswith("dllm_rollout:"))}
+
+
+def test_metrics(server, tiny):
+    """Every number that a person would plot, after three requests of which two are equal."""
+    before = counters(server)
+    requests = [Request(tiny.prompt(530, variant=70), seed=seed, more={"ignore_eos": True}) for seed in (1, 1, 2)]
+    samples = server.generate(requests)
+    after = counters(server)
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    traces = [s.trace for s in samples]
+    steps = [n for t in traces for n in t.steps_per_block]
+    tokens = sum(len(t.replay_ids) for t in traces)
+    assert grown["dllm_rollout:tokens_total"] == tokens and grown["dllm_rollout:denoise_steps_total"] == sum(steps)
+    assert grown["dllm_rollout:steps_per_block_count"] == len(steps)
+    assert grown["dllm_rollout:steps_per_block_sum"] == sum(steps)
+    assert grown["dllm_rollout:confidence_count"] == tokens
+    expected = sum(float(t.confidence.sum()) for t in traces)
+    assert grown["dllm_rollout:confidence_sum"] == pytest.approx(expected, rel=1e-4)
+    for name in ("queue_time_seconds", "run_time_seconds"):
+        assert grown[f"dllm_rollout:{name}_count"] == 3
+    assert grown['dllm_rollout:requests_total{reason="length"}'] == 3
+    # 16 whole blocks of the prompt, of which no more than the first request's are computed; never one by one.
+    passes, read = grown["dllm_rollout:prefill_passes_total"], grown["dllm_rollout:prefill_tokens_total"]
+    assert 0 < passes <= 3 and read / passes > 32
+    assert 0 < after["dllm_rollout:group_diversity"] < 1
 
 
 def test_greedy_and_sampled_requests_in_one_batch(server, cases):
@@ -130,3 +164,25 @@ def test_streamed_log_is_cumulative(server, cases):
     last, visible = json.loads(lines[-1]), case.trace.visible
     assert last["output_ids"] == case.trace.replay_ids[:visible].tolist()
     np.testing.assert_allclose(last["meta_info"]["dllm_logprob"], case.trace.logprob[:visible], atol=TOLERANCE)
+
+
+def test_chat_replays_what_was_decoded(server, tiny):
+    """A stream read block by block: the last state of each block is its tokens, and all blocks are the answer."""
+    case = tiny.case(33, SamplingParams(1.0))
+    source = ServerSource(server.url)
+    try:
+        assert source.model_path() == str(tiny.path)
+        seen: list[int] = []
+        for answer in source.stream(case.prompt, GenerateParams(case.sampling, 50), case.seed):
+            blocks = committed(answer, len(case.prompt), tiny.config.block_size)
+            seen.append(len(blocks))
+    finally:
+        source.close()
+    assert seen == sorted(seen) and seen[-1] == len(case.trace.steps_per_block) > 1
+    assert [token for block in blocks for token in block.ids] == case.trace.replay_ids.tolist()
+    assert sum(block.visible for block in blocks) == case.trace.visible
+    for block, steps in zip(blocks, case.trace.steps_per_block, strict=True):
+        states = list(block.states())
+        assert len(states) == steps + 1 and states[-1] == block.ids
+        hidden = [state.count(None) for state in states]
+        assert hidden[0] == len(block.ids) and hidden == sorted(set(hidden), reverse=True), "every step reveals some"

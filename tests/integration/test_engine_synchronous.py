@@ -7,6 +7,7 @@ import pytest
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams
 from rollout.engine import GenerateParams, content_seed, greedy
+from tests.integration.invariance import BATCH, NEW_TOKENS, SAMPLING, assert_same_tokens
 from tests.integration.oracle import assert_same
 from tests.integration.test_engine_decoding import LENGTHS, TEMPERATURES
 
@@ -34,9 +35,21 @@ def test_batched_together(synchronous, tiny, temperature):
 
 
 def test_long_prompts_run_in_chunks(synchronous, tiny):
-    cases = [tiny.case(n, seed_of=first_seed) for n in (351, 5, 512, 70)]
+    cases = [tiny.case(n, seed_of=first_seed) for n in (351, 5, 70)]
     for (sample,), case in zip(synchronous.generate([c.prompt for c in cases], PARAMS, seed=4), cases, strict=True):
         assert_same(sample.trace, case.trace)
+
+
+def test_batches_give_what_each_request_gives_alone(alone, synchronous, tiny):
+    """Alone first done, first out with a radix cache; here in batches, synchronously and without one."""
+    made = {}
+    for sampling in SAMPLING:
+        numbers = [i for i, request in enumerate(alone.requests) if request.sampling == sampling]
+        for part in (numbers[i : i + BATCH] for i in range(0, len(numbers), BATCH)):
+            prompts = [alone.requests[i].prompt for i in part]
+            groups = synchronous.generate(prompts, GenerateParams(sampling, NEW_TOKENS), seed=0)
+            made |= {i: sample for i, (sample,) in zip(part, groups, strict=True)}
+    assert_same_tokens(tiny, alone, [made[i] for i in range(len(alone.requests))])
 
 
 @pytest.mark.parametrize("length", LENGTHS)

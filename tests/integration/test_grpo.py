@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,6 +29,7 @@ from recipes import check_logprobs, grpo_llada2
 from recipes.compose import CHECKPOINT_DIR
 from recipes.records import read_metrics, read_rollouts
 from rollout.engine import content_seed
+from rollout.records import engine_line, read_lines, write_parquet
 from tests.support import ROOT, child_environment, processes_with, wait_for, write_lines
 
 PROMPTS, GROUP, HELD_OUT, SEED = 4, 4, 8, 3
@@ -41,10 +43,11 @@ class Story:
     model: Path
     output: Path
     cache: Path
+    name: str = NAME
 
     @property
     def directory(self) -> Path:
-        return self.output / NAME
+        return self.output / self.name
 
     def arguments(self, *more: str) -> list[str]:
         return [
@@ -132,7 +135,7 @@ def killed(story) -> Kill:
 def finished(story, killed) -> Story:
     """The same run goes on, from step 3 to a clean end at step 5."""
     more = ("trainer.resume_mode=auto", "trainer.val_before_train=false", "trainer.total_training_steps=5")
-    process = story.start("finished", *more)
+    process = story.start("finished", *more, "--save-debug-rollouts", str(story.output / "parquet"))
     try:
         assert process.wait(600) == 0, story.failure("finished")
     finally:
@@ -249,7 +252,21 @@ class TestFinished:
         plots = {p.name for p in (d / "plots").glob("*.png")}
         assert {"reward.png", "response_length.png", "confidence.png", "logprob_difference.png"} <= plots
         assert list((d / "wandb").glob("offline-run-*")), "a W&B run in offline mode"
+        tables = list((d / "wandb").glob("offline-run-*/files/media/table/rollouts_*.table.json"))
+        assert len(tables) >= 2 and len(json.loads(tables[0].read_text())["data"]) == 8
         assert (d / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5"
+
+    def test_rollouts_carry_verls_own_fields(self, finished):
+        for step, lines in read_rollouts(finished.directory):
+            for line in lines:
+                assert (line["step"], line["gts"], line["score"]) == (step, line["ground_truth"], line["reward"])
+                assert line["output"] == line["text"] and line["input"]
+
+    def test_rollouts_as_parquet(self, finished):
+        """The start that finished the run was asked for them: steps 4 and 5."""
+        for step in (4, 5):
+            lines = list(read_lines(finished.output / "parquet" / f"{step}.parquet"))
+            assert lines == dict(read_rollouts(finished.directory))[step]
 
     def test_metrics(self, finished):
         steps = finished.steps()
@@ -299,3 +316,57 @@ class TestFinished:
             for line in lines:
                 given = {k: line["sampling_params"][k] for k in ("temperature", "top_p", "top_k", "min_p")}
                 assert SamplingParams(**given) == SamplingParams()
+
+
+@dataclass
+class Again:
+    """Two steps trained again from saved rollouts, and the processes seen meanwhile."""
+
+    story: Story
+    processes: set[str]
+
+
+@pytest.fixture(scope="module")
+def again(finished, tmp_path_factory) -> Again:
+    """The first two steps without an engine: step 1 from its JSON lines, step 2 from parquet."""
+    saved, marker = tmp_path_factory.mktemp("saved"), uuid4().hex
+    for suffix in ("1.jsonl", "2.parquet"):
+        lines = dict(read_rollouts(finished.directory))[int(suffix[0])]
+        write_lines(saved / suffix, lines) if suffix == "1.jsonl" else write_parquet(saved / suffix, lines)
+    more = ("recipe.run=again", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1")
+    story = replace(finished, name="again")
+    arguments = (*more, "trainer.total_training_steps=2", "--load-debug-rollouts", str(saved))
+    process = story.start("again", *arguments, marker=marker)
+    seen: set[str] = set()
+    try:
+        deadline = time.monotonic() + 600
+        while process.poll() is None and time.monotonic() < deadline:
+            seen |= set(processes_with(marker))
+            time.sleep(2)
+        assert process.poll() == 0, story.failure("again")
+    finally:
+        process.kill()
+    return Again(story, seen)
+
+
+class TestAgain:
+    def test_no_engine_was_started(self, again):
+        assert any("ray" in command for command in again.processes)
+        assert not [command for command in again.processes if "sglang" in command]
+
+    def test_the_same_steps_are_taken(self, again, finished):
+        """Rewards are computed anew, log-probs and losses by the same weights from the same data."""
+        for first, second in zip(finished.steps()[:2], again.story.steps(), strict=True):
+            for name in ("critic/score/mean", "rollout/group_diversity", "dllm/tokens_per_forward"):
+                assert second[name] == first[name], name
+            for name in ("actor/pg_loss", "actor/grad_norm"):
+                assert second[name] == pytest.approx(first[name], rel=1e-3, abs=1e-6), name
+            assert second["rollout_corr/logprob_abs_diff/p999"] <= 1e-4
+
+    def test_its_rollouts_are_the_saved_ones(self, again, finished):
+        saved = dict(read_rollouts(finished.directory))
+        for step, lines in read_rollouts(again.story.directory):
+            assert [engine_line(line) for line in lines] == [engine_line(line) for line in saved[step]]
+
+    def test_what_a_person_sees(self, again):
+        assert "no validation" in again.story.printed("again") and "step   2/2" in again.story.printed("again")

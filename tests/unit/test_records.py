@@ -15,11 +15,13 @@ from rollout.records import (
     RolloutError,
     RolloutSample,
     check_trainable,
+    engine_line,
     read_lines,
     read_traces,
     sample_from_response,
     tokens_per_forward,
     write_line,
+    write_parquet,
 )
 from tests.support import hand_made_trace, write_lines
 
@@ -159,6 +161,31 @@ def test_bad_lines_are_named_by_number(tmp_path):
     path.write_text('{"a": 1')
     with pytest.raises(TraceError, match="line 1 is not JSON"):
         list(read_lines(path))
+
+
+def test_parquet_holds_the_same_lines(tmp_path):
+    """Lists of lists, nested objects, keys that only some lines have; null and missing are one."""
+    lines = [
+        sample().to_line() | {"uid": "a", "reward": 1.0, "router_flip": [0, -0.5]},
+        sample().to_line() | {"edits": [[1, 0, 5, 7, 8]], "select_logprob": [[-0.1], [], [-0.3, -0.4]], "acc": None},
+    ]
+    write_parquet(tmp_path / "1.parquet", lines)
+    read = list(read_lines(tmp_path / "1.parquet"))
+    assert read == [lines[0], {name: value for name, value in lines[1].items() if name != "acc"}]
+    write_parquet(tmp_path / "2.parquet", lines[:1])
+    assert [t.to_line()["tail"] for t in read_traces(tmp_path / "2.parquet")] == [lines[0]["tail"]]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_file_that_is_not_parquet(tmp_path):
+    (tmp_path / "1.parquet").write_text("{}")
+    with pytest.raises(TraceError, match="is not a parquet file"):
+        list(read_lines(tmp_path / "1.parquet"))
+
+
+def test_what_a_training_run_adds_is_told_from_what_the_engine_wrote():
+    line = sample().to_line()
+    assert engine_line(line | {"step": 1, "uid": "a", "reward": 1.0, "trainer_logprob": [0.0]}) == line
 
 
 def test_traces_of_a_file(tmp_path):
