@@ -285,7 +285,7 @@ class TestParquetTask:
         for part, rows in zip(parts, (slice(0, 10), slice(10, 20), slice(20, 25), slice(25, 30)), strict=True):
             frame.iloc[rows].to_parquet(part)
         files = [f"task.train_files=[{parts[0]},{parts[1]}]", f"task.val_files=[{parts[2]},{parts[3]}]"]
-        data = self.resolve(tiny_dir, tmp_path, *files).config.data
+        data = self.resolve(tiny_dir, tmp_path, *files, "data.max_prompt_length=384").config.data
         assert (list(data.train_files), list(data.val_files)) == (parts[:2], parts[2:])
         assert count_prompts(data.val_files) == 10
 
