@@ -77,6 +77,7 @@ def test_hardware_and_model_resolve(resolve, hardware, model):
     assert plain["actor_rollout_ref"]["rollout"]["engine_kwargs"]["sglang_dllm"] == {
         **OmegaConf.to_container(_decoder_of(model)),
         "routing_every": 0,
+        "load_debug_rollouts": None,
     }
     assert run.report.effective["device"] == ("cpu" if hardware == "cpu" else "cuda")
     assert run.report.block_diffusion.block_size == 32
