@@ -32,6 +32,7 @@ from recipes.tasks.held_out import held_out_rows
 from recipes.tokenizer import prompt_ids
 from recipes.variants import Variant, parse_option, variant_grid
 from recipes.variants_table import results_table
+from rollout.algorithm_config import read_algorithm_config
 from rollout.engine import Engine, GenerateParams, check_prompt
 from rollout.generate import load_tokenizer
 from rollout.records import RolloutError, RolloutSample, tokens_per_forward, write_line
@@ -84,6 +85,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--task", required=True, help="a name of recipes/config/task, gsm8k, math500, or FILE.parquet")
     p.add_argument("--limit", type=int, help="take the first so many held-out prompts only")
     p.add_argument("--dllm-algorithm", nargs="+", default=["SelectThenSample"], help="decoders to compare")
+    p.add_argument("--dllm-algorithm-config", metavar="FILE.yaml", help="options of the decoder; --threshold wins")
     p.add_argument("--threshold", nargs="+", type=float, help="values of the decoder's option threshold")
     p.add_argument(
         "--option", action="append", default=[], metavar="KEY=V1,V2", help="values of another option of the decoder"
@@ -115,6 +117,20 @@ class Plan:
     out: Path
 
 
+def from_file(algorithms: Sequence[str], path: str) -> dict[str, list[Any]]:
+    """Options of a YAML file, each as its only value.
+
+    Raises:
+        ConfigError: it goes with several decoders, cannot be read, or holds a key that the decoder does not have.
+    """
+    if len(algorithms) > 1:
+        raise ConfigError(f"--dllm-algorithm-config={path} goes with one decoder, not with {len(algorithms)}")
+    options = read_algorithm_config(algorithms[0], path)
+    if "block_size" in options:
+        raise ConfigError(f"{path} sets block_size, which an evaluation takes from the checkpoint; remove it")
+    return {key: [value] for key, value in options.items()}
+
+
 def make_plan(args: argparse.Namespace) -> Plan:
     """Check the arguments.
 
@@ -132,6 +148,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     options = {} if args.threshold is None else {"threshold": args.threshold}
+    if args.dllm_algorithm_config is not None:
+        options = from_file(args.dllm_algorithm, args.dllm_algorithm_config) | options
     for key, values in map(parse_option, args.option):
         if key in options:
             raise ConfigError(f"option {key!r} is given twice; list its values in one place")

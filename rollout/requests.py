@@ -105,6 +105,12 @@ def _resumed(request: RolloutRequest, index: int, model: Model) -> list[RolloutS
         if trace.block_size != model.block_size:
             raise RequestError(f"{field}.{j}.block_size", f"is {trace.block_size}; the engine's is {model.block_size}")
         if sample.finish_reason == "abort":
+            asked = request.sampling_params
+            if trace.sampling != SamplingParams(asked.temperature, asked.top_p, asked.top_k, asked.min_p):
+                raise RequestError(
+                    f"{field}.{j}.sampling_params",
+                    "differ from the request's: one response has one temperature, top_p, top_k and min_p",
+                )
             if trace.visible != len(trace.replay_ids):
                 raise RequestError(f"{field}.{j}.tail", "an aborted sample has none; this one was cut by hand")
             if trace.visible >= request.sampling_params.max_new_tokens:

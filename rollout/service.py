@@ -83,11 +83,14 @@ class Run:
     """A running group of samples.
 
     Attributes:
+        rid: what the user calls it.
+        name: what its requests' ids begin with.
         live: ids of the requests that the engine may still know.
         ended: set when no request is left.
     """
 
     rid: str
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     live: set[str] = field(default_factory=set)
     aborted: bool = False
     ended: asyncio.Event = field(default_factory=asyncio.Event)
@@ -211,8 +214,8 @@ class Service:
         visible = [] if done is None else done.trace.replay_ids[: done.trace.visible].tolist()
         prompt = [*job.prompt_ids, *visible]
         params = replace(params, max_new_tokens=params.max_new_tokens - len(visible))
-        # SGLang aborts by prefix: the full stop keeps sample 1 from taking sample 11 with it.
-        name = f"{run.rid}/{job.prompt}/{job.sample}."
+        # SGLang aborts by prefix: no text of a user, and a full stop that keeps sample 1 from taking 11 with it.
+        name = f"{run.name}/{job.prompt}/{job.sample}."
         admitted = self.backend.version()
         answer: dict[str, Any] | None = None
         sent = Progress()

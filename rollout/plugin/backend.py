@@ -32,7 +32,7 @@ class ManagerBackend:
         self.manager.abort_request(rid=rid)
 
     def version(self) -> str:
-        return str(self.manager.server_args.weight_version)
+        return str(self.manager.config_value("weight_version"))
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.manager.tokenizer.decode(list(ids), skip_special_tokens=True)

@@ -127,10 +127,11 @@ def _update_finish_state(original: Callable, req: Any, new_accepted_len: int = 1
         return _count(req, None)
     if record is not None:
         _append_log(req, record, new_accepted_len)
-    if req.to_finish:
-        original(req, new_accepted_len)
-    else:
+    if getattr(req.to_finish, "status_code", None) is None:
+        # Also in the last block of an aborted request: what lies behind its stop is not part of the response.
         earliest_stop(req, new_accepted_len)
+    if req.to_finish and not req.finished():
+        original(req, new_accepted_len)
     if req.finished():
         if req.finished_len is None:
             req.finished_len = len(req.output_ids)

@@ -40,6 +40,12 @@ def check_reachable(args: Any) -> None:
         )
 
 
+def longest(manager: Any) -> int:
+    """Tokens of prompt and response together that the scheduler takes without shortening the response."""
+    reserve = 4  # SGLang keeps 5 back from a prompt and 1 from a response
+    return manager.context_len if manager.max_req_input_len is None else manager.max_req_input_len + reserve
+
+
 def connect() -> tuple[Service, Model]:
     """Service and model of the engine of this process."""
     from sglang.srt.entrypoints.http_server import get_global_state
@@ -59,7 +65,7 @@ def connect() -> tuple[Service, Model]:
         mask_id=service.block_diffusion.mask_id,
         vocab_size=manager.model_config.vocab_size,
         block_size=service.block_size,
-        context_length=manager.context_len,
+        context_length=longest(manager),
         encode=lambda text: list(tokenizer.encode(text)),
         template=template,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,12 +53,24 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Sampling parameters that SGLang's block-diffusion engine ignores, and their values that change nothing."""
 
 
+@cache
+def known_parameters() -> tuple[str, ...]:
+    """Names of SGLang's sampling parameters."""
+    from inspect import signature
+
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return tuple(sorted(signature(SamplingParams.__init__).parameters.keys() - {"self"}))
+
+
 def check_sampling(params: Mapping[str, Any]) -> None:
     """Refuse sampling parameters of a wrong type or without an effect.
 
     Raises:
         ValueError: the message names the parameter.
     """
+    if unknown := sorted(set(params).difference(known_parameters())):
+        raise ValueError(f"sampling_params.{unknown[0]}: there is no such parameter; SGLang has {known_parameters()}")
     try:
         parse(StockSampling, params)
     except RequestError as error:
@@ -73,17 +86,39 @@ def check_sampling(params: Mapping[str, Any]) -> None:
             raise ValueError(f"sampling_params.{name}: {params[name]!r} would be ignored by block diffusion; remove it")
 
 
-def _before_generate(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs before SGLang counts samples, which a wrong type would already break."""
+def check_request(manager: Any, request: Any) -> None:
+    """Refuse what does not need the prompt's tokens to be seen.
+
+    Raises:
+        ValueError: the message names the field.
+    """
     if manager.server_args.dllm_algorithm is None:
         return
     given = getattr(request, "sampling_params", None) or {}
     for params in given if isinstance(given, list) else [given]:
         check_sampling(params or {})
+    logprobs = getattr(request, "return_logprob", None)
+    if any(logprobs) if isinstance(logprobs, list) else logprobs:
+        raise ValueError("return_logprob: SGLang has none for block diffusion; meta_info.dllm_logprob is always there")
+
+
+def _before_generate(manager: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs before SGLang counts samples, which a wrong type would already break."""
+    check_request(manager, request)
     rid = getattr(request, "rid", None)
     for name in rid if isinstance(rid, list) else [rid]:
         if name is not None and name in manager.rid_to_state:
             raise ValueError(f"rid: a request {name!r} is running; wait for its end or use another")
+
+
+def _before_stream(manager: Any, request: Any) -> None:
+    """Refuse a stream before its first byte, while the status can still say so."""
+    from fastapi import HTTPException
+
+    try:
+        check_request(manager, request)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from error
 
 
 def _after_validation(result: Any, manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
@@ -109,4 +144,5 @@ def install() -> None:
 
     manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
     HookRegistry.register(f"{manager}.generate_request", _before_generate, HookType.BEFORE)
+    HookRegistry.register(f"{manager}.create_abort_task", _before_stream, HookType.BEFORE)
     HookRegistry.register(f"{manager}._validate_one_request", _after_validation, HookType.AFTER)

@@ -95,6 +95,10 @@ class TestEndpointsOfSGLang:
                 },
                 "json_schema",
             ),
+            ("/generate", {"text": "a", "stream": True, "sampling_params": {"json_schema": "{}"}}, "json_schema"),
+            ("/generate", {"text": "a", "sampling_params": {"sampling_seed": [1]}}, "sampling_seed"),
+            ("/generate", {"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
+            ("/generate", {"text": "a", "return_logprob": True}, "return_logprob"),
             ("/generate", {"input_ids": [5, 7], "sampling_params": {}}, "input_ids"),
             ("/rollout/generate", {"prompts": [{"text": "a"}], "sampling_params": {"regex": "a"}}, "regex"),
         ],
@@ -264,6 +268,9 @@ class TestAborts:
     def test_a_changed_sample_is_no_resume(self, server, client, tiny):
         (sample,) = client.generate([tiny.prompt(21)], LONG, seed=9, deadline=0.3)[0]
         line = sample.to_line()
+        hotter = {"prompts": [{"resume": [line]}], "sampling_params": {"max_new_tokens": 600, "temperature": 0.5}}
+        answer = server.client.post("/rollout/generate", json=hotter)
+        assert answer.status_code == 400 and answer.json()["error"]["field"] == "prompts.0.resume.0.sampling_params"
         line["logprob"] = line["logprob"][:-1]
         answer = server.client.post(
             "/rollout/generate", json={"prompts": [{"resume": [line]}], "sampling_params": {"max_new_tokens": 600}}

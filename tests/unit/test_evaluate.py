@@ -10,7 +10,7 @@ from rich.console import Console
 from dllm.config import ConfigError
 from recipes import evaluate
 from recipes.compose import CHECKPOINT_DIR
-from recipes.evaluate import HISTOGRAM_BINS, Result, histogram, make_plan, parser
+from recipes.evaluate import HISTOGRAM_BINS, Result, from_file, histogram, make_plan, parser
 from recipes.plot import plot_accuracy
 from recipes.tasks.held_out import held_out_rows
 from recipes.variants import Variant, parse_option, variant_grid
@@ -138,3 +138,28 @@ def test_histogram_counts_drawn_tokens_only():
     assert len(shares) == HISTOGRAM_BINS and sum(shares) == pytest.approx(1)
     assert shares[0] == pytest.approx(1 / 3) and shares[-1] == pytest.approx(2 / 3)
     json.dumps(shares)
+
+
+class TestOptionsFromAFile:
+    def test_they_are_the_variants_options(self, tmp_path):
+        path = tmp_path / "a.yaml"
+        path.write_text("tokens_per_step: 3\n")
+        assert from_file(["StaticSteps"], str(path)) == {"tokens_per_step": [3]}
+
+    @pytest.mark.parametrize(
+        ("algorithms", "text", "message"),
+        [
+            (["StaticSteps", "Margin"], "tokens_per_step: 3\n", "goes with one decoder, not with 2"),
+            (
+                ["SelectThenSample"],
+                "treshold: 0.3\n",
+                "'treshold' is not an option of SelectThenSample; valid keys are",
+            ),
+            (["SelectThenSample"], "block_size: 16\n", "sets block_size, .* remove it"),
+        ],
+    )
+    def test_mistakes_are_named(self, tmp_path, algorithms, text, message):
+        path = tmp_path / "a.yaml"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            from_file(algorithms, str(path))
