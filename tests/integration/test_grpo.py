@@ -274,6 +274,8 @@ class TestFinished:
         for record in steps:
             assert record["rollout_corr/logprob_abs_diff/p999"] <= 1e-4
             assert np.isfinite(record["actor/pg_loss"]) and record["dllm/tokens_per_forward"] >= 1
+            assert record["weight_sync/version"] == record["step"] and record["weight_sync/lag"] == 0
+            assert record["weight_sync/bytes"] > 0 and record["weight_sync/total_seconds"] > 0
         validations = [r["step"] for r in read_metrics(finished.directory) if r["kind"] == "validation"]
         assert validations == [0, 3, 5]
 
