@@ -351,6 +351,7 @@ def again(finished, tmp_path_factory) -> Again:
     return Again(story, seen)
 
 
+@pytest.mark.slow
 class TestAgain:
     def test_no_engine_was_started(self, again):
         assert any("ray" in command for command in again.processes)

@@ -290,10 +290,10 @@ def test_the_local_engine_streams_the_same(synchronous, tiny):
 
 class TestStart:
     def test_without_a_decoder_it_is_refused(self, tiny):
-        for module in ("rollout.server", "sglang.launch_server"):
-            done = run_module(module, "--model-path", tiny.path, "--device", "cpu")
-            assert done.returncode != 0
-            assert "decode it token by token and return newlines; pass --dllm-algorithm" in done.stderr
+        """SGLang's own start, with this package installed, runs the same preflight."""
+        done = run_module("sglang.launch_server", "--model-path", tiny.path, "--device", "cpu")
+        assert done.returncode != 0
+        assert "decode it token by token and return newlines; pass --dllm-algorithm" in done.stderr
 
     def test_an_open_door_is_refused(self, tiny):
         done = run_module(
@@ -306,6 +306,7 @@ class TestStart:
         with pytest.raises(ValueError, match="no rollout server answers at http://127.0.0.1:9"):
             rollout.connect("http://127.0.0.1:9")
 
+    @pytest.mark.slow
     def test_stock_engine_in_python(self, heavy, tiny, tmp_path):
         """SGLang's own entry point, as its users write it; on a CPU the device is added."""
         heavy.close()
@@ -329,7 +330,5 @@ class TestStart:
 
 
 def test_importing_it_is_light():
-    done = run_module("rollout.server", "--help", timeout=120)
-    assert done.returncode == 0
     code = "import rollout, sys; assert not {'torch', 'sglang', 'httpx'} & set(sys.modules), sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], env=child_environment(), timeout=60).returncode == 0
