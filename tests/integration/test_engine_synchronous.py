@@ -7,6 +7,7 @@ import pytest
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams
 from rollout.engine import GenerateParams, content_seed, greedy
+from rollout.service import Block, Finished
 from tests.integration.invariance import BATCH, NEW_TOKENS, SAMPLING, assert_same_tokens
 from tests.integration.oracle import assert_same
 from tests.integration.test_engine_decoding import LENGTHS, TEMPERATURES
@@ -86,3 +87,15 @@ def test_a_bad_prompt_is_refused_before_anything_is_generated(synchronous, tiny)
     with pytest.raises(ConfigError, match="prompt holds the mask token 5, which stands for a hidden position"):
         synchronous.generate([tiny.prompt(5), [7, 5]], on_sample=lambda *event: seen.append(event))
     assert not seen
+
+
+def test_the_local_engine_streams_the_same(synchronous, tiny):
+    params = GenerateParams(SamplingParams(0.8), max_new_tokens=70)
+    whole = synchronous.generate([tiny.prompt(17)], params, n=2, seed=3)
+    events = list(synchronous.stream([tiny.prompt(17)], params, n=2, seed=3))
+    for event in events:
+        if isinstance(event, Finished):
+            one, other = event.result, whole[0][event.sample]
+            assert_same(one.trace, other.trace)
+            assert (one.text, one.finish_reason, one.seed) == (other.text, other.finish_reason, other.seed)
+    assert sum(isinstance(e, Block) for e in events) >= 4
