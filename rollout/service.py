@@ -270,7 +270,8 @@ class Progress:
 
 def latest(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> dict[str, Any]:
     """The newest answer; a request that ends while it waits for its next block comes without its tokens and log."""
-    reason = now["meta_info"].get("finish_reason")
-    if before is not None and reason is not None and "dllm_block" not in now["meta_info"]:
+    reason = now["meta_info"].get("finish_reason") or {}
+    logged = before is not None and "dllm_block" in before["meta_info"]
+    if before is not None and logged and reason.get("type") == "abort" and "dllm_block" not in now["meta_info"]:
         return {**before, "meta_info": {**before["meta_info"], "finish_reason": reason}}
     return {**now, "output_ids": list(now["output_ids"])}

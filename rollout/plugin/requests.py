@@ -56,11 +56,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 @cache
 def known_parameters() -> tuple[str, ...]:
     """Names of SGLang's sampling parameters."""
-    from inspect import signature
-
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    return tuple(sorted(signature(SamplingParams.__init__).parameters.keys() - {"self"}))
+    return tuple(SamplingParams.__struct_fields__[: SamplingParams.__struct_fields__.index("stop_strs")])
 
 
 def check_sampling(params: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 from rollout.plugin.cpu import cpu_environment
 from tests.integration.oracle import make
 from tests.support import ROOT, child_environment, write_tiny_sdar
@@ -60,6 +62,7 @@ print(json.dumps([compare(path) for path in paths]))
 """
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     """LLaDA2 with one key-value head for both ranks, and SDAR with experts."""
     make(tmp_path / "llada2", seed=3)

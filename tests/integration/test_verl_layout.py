@@ -213,7 +213,8 @@ class TestRequests:
 class TestSettings:
     def test_decoder_settings(self, plugin):
         settings = plugin.server.decoder_settings
-        assert settings({}) == {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0}
+        defaults = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0, "load_debug_rollouts": None}
+        assert settings({}) == defaults
         given = {"sglang_dllm": {"options": {"threshold": 0.5}}}
         assert settings(given) == settings({}) | {"options": {"threshold": 0.5}}
         joint = {"algorithm": "JointThreshold", "options": {"threshold": 0.6}}
@@ -221,7 +222,8 @@ class TestSettings:
         joint["options"]["edit_threshold"] = 0.95
         assert settings({"sglang_dllm": joint})["options"]["edit_threshold"] == 0.95
         with pytest.raises(
-            ConfigError, match=r"has no key 'treshold'; valid keys are \['algorithm', 'options', 'routing_every'\]"
+            ConfigError,
+            match=r"has no key 'treshold'; valid keys are \['algorithm', 'load_debug_rollouts', 'options', 'routing_every'\]",
         ):
             settings({"sglang_dllm": {"treshold": 0.5}})
 
