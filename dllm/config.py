@@ -105,6 +105,16 @@ def load_hf_config(model_dir: str | Path) -> dict[str, Any]:
     return config
 
 
+def attention_heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads, key-value heads and the size of a head, with what a config.json may leave out."""
+    heads = int(config["num_attention_heads"])
+    return (
+        heads,
+        int(config.get("num_key_value_heads") or heads),
+        int(config.get("head_dim") or config["hidden_size"] // heads),
+    )
+
+
 def tokenizer_token_id(model_dir: str | Path, token: str) -> int | None:
     """Id of ``token`` in the tokenizer files of a checkpoint, read without loading a tokenizer."""
     root = Path(model_dir)

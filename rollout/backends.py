@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from dllm.config import ConfigError
+from dllm.config import ConfigError, attention_heads
 
 CPU_ATTENTION = "torch_native"
 GPU_ATTENTION = ("flashinfer", "triton", "fa3", "torch_native")
@@ -33,11 +33,6 @@ def graphs_disabled(flags: Mapping[str, Any]) -> bool:
     decode = (flags.get("cuda_graph_config") or {}) if isinstance(flags.get("cuda_graph_config"), Mapping) else {}
     backends = (flags.get("cuda_graph_backend_decode"), (decode.get("decode") or {}).get("backend"))
     return bool(flags.get("disable_cuda_graph")) or "disabled" in backends
-
-
-def head_dim(config: Mapping[str, Any]) -> int:
-    """Size of an attention head."""
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
 def fill_attention(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
@@ -63,8 +58,9 @@ def fill_attention(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
             "dtype='float32' does not run on a GPU: SGLang's norm kernels take bfloat16 or float16; use one"
         )
     backend, off = flags.get("attention_backend"), graphs_disabled(flags)
-    odd = head_dim(config) not in FLASHINFER_HEAD_DIMS
-    no_graphs = f"FlashInfer has no kernels for heads of {head_dim(config)}"
+    _, _, head_dim = attention_heads(config)
+    odd = head_dim not in FLASHINFER_HEAD_DIMS
+    no_graphs = f"FlashInfer has no kernels for heads of {head_dim}"
     if flags.get("enable_deterministic_inference"):
         # FlashInfer's graphs split keys by the batch, and SGLang keeps no radix cache with it in this mode.
         backend = backend or DETERMINISTIC_ATTENTION
@@ -77,7 +73,7 @@ def fill_attention(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[
         raise ConfigError(f"attention_backend={backend!r} does not run block diffusion; use one of {GPU_ATTENTION}")
     if backend == "flashinfer" and odd:
         raise ConfigError(
-            f"attention_backend='flashinfer' has no kernels for heads of {head_dim(config)} (it has "
+            f"attention_backend='flashinfer' has no kernels for heads of {head_dim} (it has "
             f"{FLASHINFER_HEAD_DIMS}); use 'triton' with --disable-cuda-graph"
         )
     if not off and backend != GRAPH_ATTENTION:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dllm.config import ConfigError
+from dllm.config import ConfigError, attention_heads
 from dllm.models import MODELS
 
 LOGIT_COPIES = 3
@@ -74,10 +74,9 @@ def weight_bytes(config: Config, dtype: str | None = None) -> int | None:
 
 def kv_bytes_per_token(config: Config, dtype: str | None = None, tp_size: int = 1) -> int:
     """Bytes of keys and values of one token over all layers on one GPU; a head is never split."""
-    heads = int(config.get("num_key_value_heads") or config["num_attention_heads"])
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    _, heads, head_dim = attention_heads(config)
     layers = int(config["num_hidden_layers"])
-    return 2 * layers * -(-heads // tp_size) * int(head_dim) * width(dtype or checkpoint_dtype(config))
+    return 2 * layers * -(-heads // tp_size) * head_dim * width(dtype or checkpoint_dtype(config))
 
 
 def logit_bytes(vocab_size: int, block_size: int) -> int:

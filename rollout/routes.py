@@ -15,7 +15,7 @@ from fastapi.responses import Response, StreamingResponse
 from rollout import wire
 from rollout.protocol import AbortRequest, RequestError, RolloutRequest, parse
 from rollout.requests import Answer, Model, event_line, jobs_of
-from rollout.service import DuplicateRequest, Service
+from rollout.service import Service
 
 KEPT_ANSWERS = 256
 """Answers of aborted groups that a repeated abort still gets."""
@@ -70,7 +70,7 @@ class Routes:
             return StreamingResponse(encoded(lines(), kind), media_type=kind, headers={"X-Rollout-Id": rid})
         try:
             await drain(lines(), http)
-        except (DuplicateRequest, ValueError) as error:
+        except ValueError as error:
             return failure(RequestError("", str(error)))
         return Response(wire.encode(answer.body(), media), media_type=media)
 
@@ -132,7 +132,7 @@ async def encoded(lines: AsyncIterator[dict[str, Any]], kind: str) -> AsyncItera
         async with aclosing(lines):  # type: ignore[type-var]
             async for line in lines:
                 yield pack(line)
-    except (DuplicateRequest, ValueError) as error:
+    except ValueError as error:
         yield pack(RequestError("", str(error)).body())
     if kind == wire.EVENTS:
         yield b"data: [DONE]\n\n"

@@ -37,15 +37,19 @@ DRAIN = "weight_sync.drain:"
 """Request id of a pause, followed by the seconds that running requests may take to end on their own."""
 
 
+def pickled(value: Any, cuda: bool) -> str:
+    """Base64 of a pickle, in which CUDA tensors are IPC handles; their owner keeps them alive."""
+    buffer = io.BytesIO()
+    (ForkingPickler(buffer) if cuda else pickle.Pickler(buffer)).dump(value)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
 def serialise(header: str, tensors: Sequence[Tensor]) -> str:
     """A header and tensors as SGLang expects them: base64 of a pickle.
 
     A CUDA tensor travels as an IPC handle; a CPU tensor (an empty one: its bytes lie in a shared file) by value.
     """
-    buffer = io.BytesIO()
-    pickler = ForkingPickler(buffer) if tensors[0].is_cuda else pickle.Pickler(buffer)
-    pickler.dump([(header if i == 0 else "", tensor) for i, tensor in enumerate(tensors)])
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return pickled([(header if i == 0 else "", tensor) for i, tensor in enumerate(tensors)], tensors[0].is_cuda)
 
 
 class EngineControl:

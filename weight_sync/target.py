@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm.config import attention_heads
 from weight_sync.buckets import Placement, view
 from weight_sync.checksum import TensorSums, box_sum
 from weight_sync.layout import CheckpointLayout
@@ -35,12 +36,7 @@ class Target:
         self.layout = CheckpointLayout.from_config(config, self.parameters["lm_head.weight"].dtype)
         self.digest = tensors_digest(self.layout.tensors())
         up_first = _check_experts(model)
-        count = config["num_attention_heads"]
-        heads = Heads(
-            count,
-            config.get("num_key_value_heads") or count,
-            config.get("head_dim") or config["hidden_size"] // count,
-        )
+        heads = Heads(*attention_heads(config))
         self.plan: Plan = make_plan(
             {name: spec.shape for name, spec in self.layout.wire.items()},
             {name: tuple(p.shape) for name, p in self.parameters.items()},

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import os
-import pickle
 from collections.abc import Sequence
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +13,7 @@ from torch import Tensor
 
 from dllm.config import load_hf_config
 from rollout.preflight import checkpoint_dtype
+from weight_sync.control import pickled
 
 
 def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size: int = 1, port: int = 0) -> Any:
@@ -81,10 +78,7 @@ def flattened_bucket(named: Sequence[tuple[str, Tensor]]) -> str:
     # Offsets are not aligned: wider elements first.
     bucket = FlattenedTensorBucket(named_tensors=sorted(named, key=lambda pair: -pair[1].element_size()))
     flat = bucket.get_flattened_tensor()
-    buffer = io.BytesIO()
     if flat.is_cuda:
         monkey_patch_torch_reductions()
-    pickler = ForkingPickler(buffer) if flat.is_cuda else pickle.Pickler(buffer)
-    pickler.dump({"flattened_tensor": flat, "metadata": bucket.get_metadata()})
     flattened_bucket.alive = flat  # type: ignore[attr-defined]
-    return base64.b64encode(buffer.getvalue()).decode("ascii")
+    return pickled({"flattened_tensor": flat, "metadata": bucket.get_metadata()}, flat.is_cuda)
