@@ -26,6 +26,26 @@ from tests.support import child_environment, threads
 from weight_sync.control import LOADER
 
 
+# Tests of one engine run in one process, one after the other: an engine starts once. The longest work begins first.
+ENGINES = ("sessions", "sdar", "by_seed", "synchronous", "stock", "stock_joint")
+FIRST = ("integration/test_grpo", "server", "integration/test_evaluate", "sessions", "integration/test_generate", *ENGINES)
+
+
+def group_of(item: pytest.Item) -> str:
+    """Name of the engine of a test, else its module."""
+    needs = item.fixturenames  # type: ignore[attr-defined]
+    if "server" in needs or "alone" in needs:
+        return "server"
+    return next((engine for engine in ENGINES if engine in needs), "/".join(item.path.with_suffix("").parts[-2:]))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    rank = {name: i for i, name in enumerate(dict.fromkeys(FIRST))}
+    items.sort(key=lambda item: (rank.get(group_of(item), len(rank)), "integration" not in item.path.parts))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
     """The networks here are small: threads would spend their time waiting for each other."""
