@@ -25,10 +25,16 @@ from tests.integration.oracle import THRESHOLD, Case, TinyModel, make
 from tests.support import child_environment, threads
 from weight_sync.control import LOADER
 
-
 # Tests of one engine run in one process, one after the other: an engine starts once. The longest work begins first.
 ENGINES = ("sessions", "sdar", "by_seed", "synchronous", "stock", "stock_joint")
-FIRST = ("integration/test_grpo", "server", "integration/test_evaluate", "sessions", "integration/test_generate", *ENGINES)
+FIRST = (
+    "integration/test_grpo",
+    "server",
+    "integration/test_evaluate",
+    "sessions",
+    "integration/test_generate",
+    *ENGINES,
+)
 
 
 def group_of(item: pytest.Item) -> str:
@@ -39,6 +45,7 @@ def group_of(item: pytest.Item) -> str:
     return next((engine for engine in ENGINES if engine in needs), "/".join(item.path.with_suffix("").parts[-2:]))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))
