@@ -5,6 +5,7 @@ An answer has no model of its own: its samples are the lines of ``rollout.genera
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -18,6 +19,9 @@ STRUCTURED = ("json_schema", "regex", "ebnf", "structural_tag")
 
 GREEDY_BELOW = 1e-6
 """Temperatures that SGLang takes for 0."""
+
+MAX_SAMPLES = 1 << 14
+"""Samples of one request: each is a request of the engine, and one client must not fill its queue for hours."""
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 
@@ -128,9 +132,11 @@ class RolloutRequest(_Strict):
         indices = [i if p.index is None else p.index for i, p in enumerate(self.prompts)]
         if len(set(indices)) != len(indices):
             raise ValueError("prompts.index: two prompts have the same index and would share their noise")
+        if self.n * len(self.prompts) > MAX_SAMPLES:
+            raise ValueError(f"n: {len(self.prompts)} prompts with {self.n} samples each are more than {MAX_SAMPLES}")
         for i, prompt in enumerate(self.prompts):
             if prompt.resume is not None and len(prompt.resume) != self.n:
-                raise ValueError(f"prompts.{i}.resume has {len(prompt.resume)} samples; n is {self.n}")
+                raise ValueError(f"prompts.{i}.resume: has {len(prompt.resume)} samples; n is {self.n}")
         return self
 
 
@@ -154,5 +160,7 @@ def parse(model: type[BaseModel], given: Any) -> Any:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise RequestError(_path(first["loc"]) or "body", message) from error
+        message, field = first["msg"].removeprefix("Value error, "), _path(first["loc"])
+        if not field and (named := re.fullmatch(r"([a-z_.0-9]+): (.*)", message, re.DOTALL)):
+            field, message = named.groups()  # a check of several fields
+        raise RequestError(field or "body", message) from error

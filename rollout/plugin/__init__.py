@@ -12,6 +12,7 @@ SGLang's internals; each hook is in the module of what it changes:
     routing.py      experts of each token at its reveal, on request
     version.py      which weights a block was decoded with
     requests.py     requests that are refused on every endpoint
+    refusals.py     400 instead of 500 where a request's content breaks a handler
     fence.py        closing the engine for a weight refresh
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
 """
@@ -29,6 +30,7 @@ def register() -> None:
         finish,
         metrics,
         prefill,
+        refusals,
         requests,
         routing,
         settings,
@@ -36,5 +38,18 @@ def register() -> None:
     )
 
     cpu.prepare_environment()
-    for module in (settings, algorithm, prefill, finish, abort, routing, version, fence, requests, metrics, cpu):
+    for module in (
+        settings,
+        algorithm,
+        prefill,
+        finish,
+        abort,
+        routing,
+        version,
+        fence,
+        requests,
+        refusals,
+        metrics,
+        cpu,
+    ):
         module.install()

@@ -9,6 +9,7 @@ from typing import Any
 
 from dllm.config import ConfigError
 from rollout.plugin.backend import service_of
+from rollout.plugin.refusals import Refusals
 from rollout.requests import Model
 from rollout.routes import rollout_routes
 from rollout.service import Service
@@ -84,6 +85,7 @@ def install(app: Any, args: Any) -> None:
             auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint.__func__)  # type: ignore[attr-defined]
     # Not include_router: SGLang's check of keys looks at the application's own routes, and would find none in a router.
     app.router.routes.extend(router.routes)
+    app.add_middleware(Refusals)
 
 
 def serve(argv: Sequence[str]) -> None:

@@ -43,6 +43,7 @@ class Attempt:
     body: bytes
     headers: dict[str, str] = field(default_factory=lambda: dict(JSON))
     hang_up: bool = False
+    method: str = "POST"
 
 
 def good_body(rng: random.Random, path: str, info: dict[str, Any]) -> dict[str, Any]:
