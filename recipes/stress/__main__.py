@@ -31,7 +31,7 @@ from dllm.config import ConfigError
 from recipes.host import host_report, package_versions
 from recipes.server_process import ServerProcess
 from recipes.stress.concurrent import concurrent
-from recipes.stress.described import described
+from recipes.stress.described import DECODING, described
 from recipes.stress.malformed import attempts
 from recipes.stress.report import Phase, table_of
 from recipes.stress.send import malformed
@@ -54,7 +54,8 @@ async def run(args: argparse.Namespace, url: str, pid: int | None, key: str | No
             if args.described:
                 start = time.monotonic()
                 description = (await target.http.get("/openapi.json")).json()
-                fuzz = await asyncio.to_thread(described, description, args.described, args.seed, key is not None)
+                paths = DECODING if key is None else ("/",)
+                fuzz = await asyncio.to_thread(described, description, args.described, args.seed, paths)
                 console.print(f"{len(fuzz)} requests from the server's description: {time.monotonic() - start:.0f} s")
             by_hand = attempts(random.Random(args.seed), args.requests - len(fuzz), target.info)
             phases.append(await malformed(target, chain(fuzz, by_hand)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -23,13 +24,16 @@ COVERED, DRAWN = 2000, 60
 """Cases of one operation at most: each property at its borders and beyond, and drawn at random."""
 
 
-def described(description: Mapping[str, Any], count: int, seed: int, admin: bool) -> list[Attempt]:
-    """``count`` requests, each operation with about the same number.
+def described(
+    description: Mapping[str, Any], count: int, seed: int, paths: tuple[str, ...] = DECODING, random_cases: int = DRAWN
+) -> list[Attempt]:
+    """``count`` requests, each operation with about the same number; fewer if there are no more.
 
     Args:
         description: the server's ``/openapi.json``.
-        admin: also the operations outside ``DECODING``. Only for a server with an administrator's key: without one
-            they would take effect.
+        paths: what the paths of the operations begin with. ``("/",)``, all of them, is for a server with an
+            administrator's key: without one, its operations would take effect.
+        random_cases: of one operation at most.
 
     Raises:
         ConfigError: schemathesis is not installed.
@@ -43,17 +47,30 @@ def described(description: Mapping[str, Any], count: int, seed: int, admin: bool
     pools: list[list[Attempt]] = []
     for found in schema.get_all_operations():
         operation = found.ok()
-        open_to_all = operation.path.startswith(DECODING)
-        if not open_to_all and not admin:
+        if not operation.path.startswith(paths):
             continue
+        fields = fields_of(description, operation.path, operation.method)
         pool = list(islice(covered(schema, operation), COVERED))
-        if open_to_all:
-            pool += drawn(operation, seed)
-        rng.shuffle(pool)
-        pools.append(pool if open_to_all else pool[:OTHERS])
+        if operation.path.startswith(DECODING):
+            pool += drawn(operation, seed, random_cases)
+            rng.shuffle(pool)
+        else:
+            pool = rng.sample(pool, min(OTHERS, len(pool)))
+        pools.append([replace(attempt, fields=fields) for attempt in pool])
     made = list(islice(round_robin(pools), count))
     rng.shuffle(made)
     return made
+
+
+def fields_of(description: Mapping[str, Any], path: str, method: str) -> frozenset[str]:
+    """Names of the fields of an operation's body and query."""
+    operation = description["paths"][path][method.lower()]
+    names = {parameter["name"] for parameter in operation.get("parameters", [])}
+    for content in operation.get("requestBody", {}).get("content", {}).values():
+        schema = content.get("schema", {})
+        named = description.get("components", {}).get("schemas", {}).get(schema.get("$ref", "").rpartition("/")[2], {})
+        names |= {*schema.get("properties", {}), *named.get("properties", {})}
+    return frozenset(names)
 
 
 def round_robin(pools: list[list[Attempt]]) -> Iterator[Attempt]:
@@ -73,7 +90,7 @@ def covered(schema: Any, operation: Any) -> Iterator[Attempt]:
             yield attempt_of(case, "described, at borders")
 
 
-def drawn(operation: Any, seed: int) -> list[Attempt]:
+def drawn(operation: Any, seed: int, count: int) -> list[Attempt]:
     """Random bodies that the description allows."""
     import hypothesis
     from schemathesis import GenerationMode
@@ -82,7 +99,7 @@ def drawn(operation: Any, seed: int) -> list[Attempt]:
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=DRAWN,
+        max_examples=count,
         database=None,
         deadline=None,
         phases=[hypothesis.Phase.generate],

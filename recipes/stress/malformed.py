@@ -36,6 +36,7 @@ class Attempt:
 
     Attributes:
         hang_up: read the first bytes of the answer and close the connection.
+        fields: what its endpoint takes, where the server's description says so.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Attempt:
     headers: dict[str, str] = field(default_factory=lambda: dict(JSON))
     hang_up: bool = False
     method: str = "POST"
+    fields: frozenset[str] = frozenset()
 
 
 def good_body(rng: random.Random, path: str, info: dict[str, Any]) -> dict[str, Any]:

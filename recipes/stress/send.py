@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -56,8 +58,16 @@ async def send(target: Target, attempt: Attempt, phase: Phase) -> None:
     if answer.status_code >= 500:
         phase.problem(f"{where}: {answer.status_code} {answer.text[:300]} for {attempt.body[:400]!r}")
     elif 400 <= answer.status_code < 500 and not says_what(answer, attempt):
-        phase.problem(f"{where}: {answer.status_code} names no field: {answer.text[:300]} for {attempt.body[:300]!r}")
+        said = f"{where}: {answer.status_code} names no field: {answer.text[:300]}"
+        if attempt.path.startswith(OURS):
+            phase.problem(f"{said} for {attempt.body[:300]!r}")
+        else:
+            phase.figures["sglang_4xx_without_field"] = phase.figures.get("sglang_4xx_without_field", 0) + 1
+            phase.note(said)
 
+
+OURS = ("/rollout/", "/weights/")
+"""Whose refusals must name the field; SGLang's own words are counted and kept."""
 
 WITHOUT_A_FIELD = (401, 403, 404, 405, 409)
 """Not about a field: no rights, no such thing, already running."""
@@ -68,13 +78,17 @@ NAMES = {"body", "query", "header", "json", *SAMPLING, *chain.from_iterable(FIEL
 
 
 def says_what(answer: httpx.Response, attempt: Attempt) -> bool:
-    """Whether a refusal names the field: ours by its path, SGLang's in its message."""
+    """Whether a refusal names the field: as ``field`` or OpenAI's ``param``, or, SGLang's only, in its message."""
     if answer.status_code in WITHOUT_A_FIELD:
         return True
-    if attempt.path.startswith("/rollout/"):
-        return bool(answer.json()["error"]["field"])
-    text = answer.text.lower()
-    return any(name.lower() in text for name in {*NAMES, *names_in(attempt.body)})
+    with suppress(ValueError, AttributeError, KeyError, TypeError):
+        error = answer.json()["error"]
+        if error.get("field") or error.get("param"):
+            return True
+    if attempt.path.startswith(OURS):
+        return False
+    words = set(re.findall(r"\w+", answer.text.lower()))
+    return any(name.lower() in words for name in {*NAMES, *attempt.fields, *names_in(attempt.body)})
 
 
 def names_in(body: bytes) -> set[str]:

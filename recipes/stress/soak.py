@@ -17,9 +17,6 @@ from recipes.stress.target import Target
 from recipes.stress.wellformed import WAYS, Ask, Ids, WrongAnswer, as_json, ask, of
 
 WORKERS = 16
-REFERENCES = 64
-"""Different good requests; their right answers are asked for at the beginning, one by one."""
-
 LONG = 400
 """Visible tokens of the requests that are aborted."""
 
@@ -30,11 +27,15 @@ JUDGED_MINUTES = 5.0
 """A shorter run only reports the growth of memory: it consists of warm-up."""
 
 
-async def soak(target: Target, minutes: float, seed: int) -> Phase:
-    """Good requests (three fifths), malformed ones, clients that hang up, aborts, deadlines from ``WORKERS`` clients."""
+async def soak(target: Target, minutes: float, seed: int, references: int = 64) -> Phase:
+    """Good requests (three fifths), malformed ones, clients that hang up, aborts, deadlines from ``WORKERS`` clients.
+
+    Args:
+        references: different good requests of either length; their right answers are asked for first, one by one.
+    """
     phase = Phase("soak")
-    short = [ask(number, target.info) for number in range(REFERENCES)]
-    long = [ask(number, target.info, LONG) for number in range(REFERENCES)]
+    short = [ask(number, target.info) for number in range(references)]
+    long = [ask(number, target.info, LONG) for number in range(references)]
     right = {wanted: await as_json(target, wanted) for wanted in dict.fromkeys([*short, *long])}
     await target.at_rest()
     start = time.monotonic()

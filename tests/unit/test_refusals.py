@@ -1,0 +1,110 @@
+"""400 and the field's name where the content of a request breaks a handler."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, model_validator
+
+from rollout.plugin.refusals import Refusals, _error_response
+
+
+class Body(BaseModel):
+    tokens: list[int] = []
+    parser: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _careless(cls, values):
+        values.get("tokens")
+        return values
+
+
+def first_of(items):
+    return items[0]
+
+
+def application() -> FastAPI:
+    app = FastAPI()
+
+    @app.post("/first")
+    async def first(body: Body):
+        return first_of(body.tokens)
+
+    @app.post("/stream")
+    async def stream(body: Body):
+        async def chunks():
+            yield str(first_of(body.tokens))
+            if body.parser:
+                raise ValueError(f"no parser {body.parser}")
+
+        return StreamingResponse(chunks())
+
+    @app.post("/broken")
+    async def broken(body: Body):
+        raise RuntimeError("the engine is gone")
+
+    @app.get("/query")
+    async def query(include: str):
+        return {"all": 1}[include]
+
+    @app.post("/caught")
+    async def caught(body: Body):
+        """As SGLang's OpenAI endpoints do it."""
+        try:
+            return first_of(body.tokens)
+        except Exception:
+            original = lambda serving, status_code: JSONResponse({}, status_code)
+            return _error_response(original, SimpleNamespace(), status_code=500)
+
+    return app
+
+
+@pytest.fixture
+def client() -> TestClient:
+    app = application()
+    app.add_middleware(Refusals)
+    return TestClient(app, raise_server_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "field"),
+    [
+        ("/first", b'{"tokens": []}', "tokens"),
+        ("/first", b"null", "body"),
+        ("/first", b" [1]", "body"),
+        ("/stream", b'{"tokens": []}', "tokens"),
+        ("/caught", b'{"tokens": []}', "tokens"),
+    ],
+)
+def test_the_broken_field_is_named(client, path, content, field):
+    answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["field"] == field
+
+
+def test_a_query_too(client):
+    assert client.get("/query", params={"include": "all"}).json() == 1
+    assert client.get("/query", params={"include": "x"}).json()["error"]["field"] == "include"
+
+
+def test_good_requests_pass(client):
+    assert client.post("/first", json={"tokens": [3]}).json() == 3
+    assert client.post("/stream", json={"tokens": [3]}).text == "3"
+    assert client.post("/first", json={"tokens": "x"}).status_code == 422, "what FastAPI refuses itself"
+
+
+def test_the_servers_own_failures_stay(client):
+    assert client.post("/broken", json={}).status_code == 500
+    with pytest.raises(ValueError, match="no parser p"):
+        TestClient(client.app).post("/stream", json={"tokens": [3], "parser": "p"})
+
+
+def test_without_the_middleware_nothing_changes():
+    client = TestClient(application(), raise_server_exceptions=False)
+    assert client.post("/caught", json={"tokens": []}).status_code == 500
+    assert sys.exc_info() == (None, None, None)
