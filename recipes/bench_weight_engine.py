@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +20,7 @@ from torch import Tensor
 from dllm.decoding import SamplingParams
 from dllm.models.checkpoint import split_experts
 from recipes.bench_weight_sync import Results, random_weights
+from recipes.server_process import ServerProcess
 from recipes.tiny import TinyShape
 from recipes.tiny import hf_config as tiny_config
 from recipes.tokenizer import build_tokenizer, save_tokenizer
@@ -51,9 +47,6 @@ class BenchEngine:
         self.config = config
         (directory / "config.json").write_text(json.dumps(config))
         save_tokenizer(tokenizer, directory)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         flags = {
             "model-path": directory,
             "load-format": "dummy",
@@ -63,40 +56,16 @@ class BenchEngine:
             "device": device,
             "dtype": config["dtype"],
             "max-running-requests": requests,
-            "host": "127.0.0.1",
-            "port": port,
             "log-level": "warning",
+            "skip-server-warmup": None,
         }
         if device == "cuda":
             flags |= {"mem-fraction-static": 0.6, "cuda-graph-max-bs": requests}
-        command = [sys.executable, "-m", "sglang.launch_server", "--skip-server-warmup"]
-        command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-        environment = dict(os.environ)
-        if device == "cpu":
-            from rollout.plugin.cpu import cpu_environment
-
-            environment |= cpu_environment() | {"OMP_NUM_THREADS": "1"}
-        self.url, self.log = f"http://127.0.0.1:{port}", directory / "engine.log"
+        self.server = ServerProcess("sglang.launch_server", flags, directory / "engine.log", START_SECONDS)
+        self.url = self.server.url
         self.client = httpx.Client(
             base_url=self.url, timeout=300, limits=httpx.Limits(max_connections=4 * requests + 8)
         )
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
-
-    def wait(self) -> None:
-        """Raises RuntimeError with the end of the log if the engine does not come up."""
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with suppress(httpx.HTTPError):
-                if self.client.get("/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(0.5)
-        raise RuntimeError("the engine did not start:\n" + self.tail())
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
     def generate(self, prompt: list[int], tokens: int, seed: int = 0, temperature: float = 0.0) -> RolloutSample:
         sampling = SamplingParams(temperature)
@@ -107,11 +76,7 @@ class BenchEngine:
         return sample_from_response(answer.json(), prompt, self.config["block_size"], sampling, tokens, seed)
 
     def close(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(15)
+        self.server.close()
         self.client.close()
 
 
@@ -131,11 +96,11 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
             results.stage("device", lambda: device_speeds(weights))
 
             def start() -> dict[str, Any]:
-                engine.wait()
+                engine.server.wait()
                 return {"start_seconds": time.monotonic() - began, "config": "tiny" if tiny else str(arguments.config)}
 
             if results.stage("engine", start) is None:
-                print(engine.tail(), file=sys.stderr)
+                print(engine.server.tail(), file=sys.stderr)
                 return
             transport = transport_for(device)
             bucket = (arguments.bucket_mb or (1 if tiny else 5120)) << 20
@@ -151,7 +116,7 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
             ]
             for name, measure in stages:
                 if results.stage(name, measure) is None:
-                    print(engine.tail(), file=sys.stderr)
+                    print(engine.server.tail(), file=sys.stderr)
             publisher.close()
         finally:
             engine.close()
