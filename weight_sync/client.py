@@ -16,7 +16,16 @@ from torch import Tensor
 
 from weight_sync.control import serialise
 from weight_sync.frames import frame
-from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, ResendError, Slots, WeightSyncError
+from weight_sync.messages import (
+    ABORT_SECONDS,
+    CHECKSUM,
+    BucketSpec,
+    Manifest,
+    NoAnswer,
+    ResendError,
+    Slots,
+    WeightSyncError,
+)
 
 
 class ServiceControl:
@@ -30,6 +39,9 @@ class ServiceControl:
             aborted at their next block boundary.
     """
 
+    staged = True
+    """The engine's weights are not written to before the commit."""
+
     def __init__(
         self, url: str, admin_key: str | None = None, timeout: float = 300.0, drain_seconds: float = 60.0
     ) -> None:
@@ -42,12 +54,13 @@ class ServiceControl:
 
         Raises:
             ResendError: a bucket did not arrive as it was sent; the update goes on when it comes again.
-            WeightSyncError: the server refused or did not answer.
+            NoAnswer: the server cannot be reached, or did not answer in time.
+            WeightSyncError: it refused.
         """
         try:
             answer = self.client.request(method, f"/weights/v1{path}", **arguments)
         except httpx.HTTPError as error:
-            raise WeightSyncError(f"server {self.url} did not answer {method} {path}: {error!r}") from error
+            raise NoAnswer(f"server {self.url} did not answer {method} {path}: {error!r}") from error
         try:
             decoded = answer.json()
         except ValueError:
@@ -116,8 +129,9 @@ class ServiceControl:
         self.call("POST", path, timeout=self.timeout + self.drain_seconds, json=body)
 
     def abort(self, run_id: str, version: str) -> None:
-        """Drop an update."""
-        self.call("POST", f"/sessions/{run_id}/{version}/abort")
+        """Drop an update. A server that is gone or hangs is not waited for."""
+        seconds = min(self.timeout, ABORT_SECONDS)
+        self.call("POST", f"/sessions/{run_id}/{version}/abort", timeout=seconds)
 
     def pause(self) -> None:
         """Nothing: the server serves until the commit."""
@@ -135,7 +149,7 @@ class StreamControl(ServiceControl):
     For ``weight_sync.transports.ipc`` on the server's own GPU, and ``shm`` on its host: nothing is copied twice.
     """
 
-    tp_size = 1
+    staged, tp_size = False, 1
 
     def open(self, manifest: Manifest) -> list[int] | None:
         self.tp_size = self.state()["tp_size"]

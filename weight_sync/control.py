@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.messages import (
+    ABORT_SECONDS,
     APPLIED,
     CHECKSUM,
     RESEND,
@@ -24,6 +25,7 @@ from weight_sync.messages import (
     Commit,
     Manifest,
     Message,
+    NoAnswer,
     Read,
     ResendError,
     Slots,
@@ -86,12 +88,13 @@ class EngineControl:
 
         Raises:
             ResendError: a bucket was refused before any of it was used.
-            WeightSyncError: the engine cannot be reached, or it answered with a failure.
+            NoAnswer: the engine cannot be reached, or did not answer in time.
+            WeightSyncError: it answered with a failure.
         """
         try:
             answer = self.client.post(path, json=body or {}, timeout=timeout or self.timeout)
         except httpx.HTTPError as error:
-            raise WeightSyncError(f"engine {self.url} did not answer {path}: {error!r}") from error
+            raise NoAnswer(f"engine {self.url} did not answer {path}: {error!r}") from error
         try:
             decoded = answer.json()
         except ValueError:
@@ -103,16 +106,22 @@ class EngineControl:
             raise kind(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
         return decoded
 
-    def message(self, header: Message, tensors: Sequence[Tensor] = (), version: str | None = None) -> str:
+    def message(
+        self,
+        header: Message,
+        tensors: Sequence[Tensor] = (),
+        version: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
         """Deliver a header to the loader of every tensor-parallel rank; its answer.
 
         Each call makes its own IPC handles, because a handle that is opened twice leaks (sglang PR 4446). The cache is
         left alone: SGLang asserts that a flush within an update succeeds, and dies if a request is still there.
         """
         payload = tensors or [torch.empty(0, dtype=torch.uint8)]
-        return self.deliver([serialise(header.encode(), payload) for _ in range(self.tp_size)], version)
+        return self.deliver([serialise(header.encode(), payload) for _ in range(self.tp_size)], version, timeout)
 
-    def deliver(self, payload: Sequence[str], version: str | None = None) -> str:
+    def deliver(self, payload: Sequence[str], version: str | None = None, timeout: float | None = None) -> str:
         """Deliver a message that ``serialise`` made, one for every tensor-parallel rank; its answer."""
         answer = self.post(
             "/update_weights_from_tensor",
@@ -122,6 +131,7 @@ class EngineControl:
                 "flush_cache": False,
                 "weight_version": version,
             },
+            timeout,
         )
         return str(answer.get("message", "")) if isinstance(answer, dict) else str(answer)
 
@@ -172,8 +182,8 @@ class EngineControl:
                 time.sleep(0.01)
 
     def abort(self, run_id: str, version: str) -> None:
-        """Give an update up; the engine releases what it holds of it."""
-        self.message(Abort(run_id, version))
+        """Give an update up; the engine releases what it holds of it. One that is gone or hangs is not waited for."""
+        self.message(Abort(run_id, version), timeout=min(self.timeout, ABORT_SECONDS))
 
     def checksum(self) -> str:
         """Checksum of all weights as the engine holds them: 16 hex digits, equal for equal weights whatever the number

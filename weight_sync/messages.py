@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,11 +14,52 @@ from weight_sync.buckets import Placement
 
 class WeightSyncError(RuntimeError):
     """An engine did not take an update; unless it says that it kept the old weights, they must not be used until a
-    complete resend."""
+    complete resend.
+
+    Attributes:
+        errors: of a step that several engines took, what each of those that failed said, by address.
+    """
+
+    errors: Mapping[str, WeightSyncError] = {}
+
+
+class NoAnswer(WeightSyncError):
+    """An engine is gone, hangs, or cannot be reached."""
+
+
+class EngineFailed(WeightSyncError):
+    """An update has ended without success, because of an engine.
+
+    Attributes:
+        version: that it did not get everywhere.
+        stage: "pause", "manifest", "bucket 3", "checksum", "commit" or "resume".
+        errors: what each engine that failed said, by address.
+        lost: addresses of those that do not answer any more; the fleet goes on without them.
+        committed: addresses of those that serve ``version`` all the same.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        stage: str,
+        errors: Mapping[str, WeightSyncError],
+        lost: Sequence[str] = (),
+        committed: Sequence[str] = (),
+    ) -> None:
+        self.version, self.stage, self.errors = version, stage, errors
+        self.lost, self.committed = tuple(lost), tuple(committed)
+        named = ((url, str(error)) for url, error in errors.items())
+        said = "; ".join(text if url in text else f"{url}: {text}" for url, text in named)
+        gone = f"; lost: {', '.join(lost)}" if lost else ""
+        super().__init__(f"version {version} failed at {stage}: {said}{gone}")
 
 
 class ResendError(WeightSyncError):
     """A message was refused before any of it was used; the update goes on when the right one is sent."""
+
+
+ABORT_SECONDS = 5.0
+"""How long an engine may take to give up an update before it counts as lost."""
 
 
 RESEND = "resend: "

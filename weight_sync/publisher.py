@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,8 +15,18 @@ from torch import Tensor
 from weight_sync.buckets import Bucket, fill_buckets, largest_bucket
 from weight_sync.checksum import MODULUS, host_checksum, name_factor, placement_sums, sums_checksum
 from weight_sync.layout import CheckpointLayout
-from weight_sync.messages import BucketSpec, Manifest, ResendError, SyncReport, WeightSyncError
+from weight_sync.messages import (
+    BucketSpec,
+    EngineFailed,
+    Manifest,
+    NoAnswer,
+    ResendError,
+    SyncReport,
+    WeightSyncError,
+)
 from weight_sync.transports import Engine, Transport, fan_out
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BUCKET_BYTES = 1 << 30
 
@@ -35,23 +46,35 @@ class EngineStatus:
         version: the last complete one.
         error: why the last update failed; None after a success.
         closed: the engine may hold a mixture and takes no requests until a complete resend.
+        lost: the engine did not answer; it gets no further updates until ``rejoin``.
     """
 
     version: str | None = None
     error: str | None = None
     closed: bool = False
+    lost: bool = False
 
 
 @dataclass
 class _Update:
-    """An update on its way."""
+    """An update on its way.
+
+    Attributes:
+        expected: checksum that the weights must have, because other engines hold the same version; None for a new one.
+        stage: where it is; see ``EngineFailed``.
+        touched: the first bucket is on its way.
+        committed: addresses of engines that serve the new version.
+    """
 
     manifest: Manifest
     engines: list[Engine]
     report: SyncReport
+    expected: str | None = None
     checksum: int = 0
     answers: list[str] = field(default_factory=list)
+    stage: str = "pause"
     touched: bool = False
+    committed: set[str] = field(default_factory=set)
 
 
 class WeightPublisher:
@@ -80,6 +103,7 @@ class WeightPublisher:
         shapes = [(spec.shape, spec.dtype) for spec in layout.wire.values()]
         self.buffer_bytes = largest_bucket(shapes, bucket_bytes)
         self._status: dict[str, EngineStatus] = {}
+        self._last: tuple[str, str] | None = None
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="weight_sync")
 
     def publish(self, named_tensors: Named, version: str | int) -> SyncReport:
@@ -91,33 +115,44 @@ class WeightPublisher:
 
         Raises:
             LayoutError: a tensor is missing, unexpected, duplicate, mis-shaped or mis-typed.
-            WeightSyncError: an engine refused or did not answer.
+            EngineFailed: an engine refused or did not answer; it says which, and at which stage.
+            WeightSyncError: the bytes cannot travel, or no engine is left.
 
             An engine that has taken bytes by then stays closed until another ``publish``; any other goes on with its
-            old weights. ``status`` says which.
+            old weights, or with the new ones if it has committed them. One that does not answer any more is lost: the
+            next ``publish`` goes to the others. ``status`` says which.
         """
-        return self._publish(named_tensors, str(version), self.engines)
+        report = self._publish(named_tensors, str(version), self.engines)
+        self._last = report.version, report.checksum
+        return report
 
     def rejoin(
         self, engine: Engine, named_tensors: Named | None = None, version: str | int | None = None
     ) -> SyncReport | None:
         """Take an engine in, new or after a restart; without tensors it waits for the next ``publish``.
 
-        With tensors it gets them now as ``version``, and the other engines are left alone.
+        With tensors it gets them now, and the other engines are left alone. Without ``version`` they must be the
+        weights of the last ``publish``: the checksum is compared, so that no two engines mean different weights by one
+        version.
 
         Raises:
             LayoutError, WeightSyncError: as ``publish``; the engine is not part of later updates then.
         """
         report = None
         if named_tensors is not None:
-            report = self._publish(named_tensors, str(version), [engine])
-        if engine not in self.engines:
-            self.engines.append(engine)
+            if version is None and self._last is None:
+                raise WeightSyncError("nothing has been published yet, so there is no current version; give one")
+            version = str(version) if version is not None or self._last is None else self._last[0]
+            same = self._last is not None and version == self._last[0]
+            report = self._publish(named_tensors, version, [engine], self._last[1] if same and self._last else None)
+        # An engine that was started again may be given as another object.
+        self.engines = [other for other in self.engines if other.url != engine.url] + [engine]
+        self._status.setdefault(engine.url, EngineStatus()).lost = False
         return report
 
     def status(self) -> dict[str, EngineStatus]:
-        """Outcome of the last update by engine address."""
-        return {engine.url: self._status.get(engine.url, EngineStatus()) for engine in self.engines}
+        """Outcome of the last update by engine address; also of engines that are lost."""
+        return {url: self._status.get(url, EngineStatus()) for url in [*(e.url for e in self.engines), *self._status]}
 
     def close(self) -> None:
         self._sender.shutdown()
@@ -125,7 +160,9 @@ class WeightPublisher:
         for engine in self.engines:
             engine.close()
 
-    def _publish(self, named: Named, version: str, engines: list[Engine]) -> SyncReport:
+    def _publish(self, named: Named, version: str, engines: list[Engine], expected: str | None = None) -> SyncReport:
+        if not engines and any(status.lost for status in self._status.values()):
+            raise WeightSyncError("no engine is left; start one and take it in with rejoin()")
         report = SyncReport(version, seconds=dict.fromkeys(STAGES, 0.0))
         started = time.perf_counter()
         if isinstance(named, Mapping):
@@ -134,20 +171,25 @@ class WeightPublisher:
             known = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named)
             self.layout.check(known, rounded_router=self.rounded_router)
         manifest = Manifest(uuid.uuid4().hex, version, self.layout.tensors(), self.layout.nbytes)
-        update = _Update(manifest, engines, report)
+        update = _Update(manifest, engines, report, expected)
         before = [getattr(engine, "applied_seconds", 0.0) for engine in engines]
         try:
             with timed(report, "pause"):
                 fan_out(engines, lambda engine: engine.pause())
+                update.stage = "manifest"
                 fan_out(engines, lambda engine: engine.begin(manifest))
             with timed(report, "stream"):
                 self._stream(named, update)
             with timed(report, "finish"):
                 self._finish(update)
             with timed(report, "resume"):
+                update.stage = "resume"
                 fan_out(engines, lambda engine: engine.resume())
         except BaseException as error:
-            self._failed(update, error)
+            lost = self._failed(update, error)
+            if isinstance(error, WeightSyncError) and error.errors:
+                served = sorted(update.committed - {*error.errors})
+                raise EngineFailed(version, update.stage, error.errors, lost, served) from error
             raise
         finally:
             self.transport.release()
@@ -195,6 +237,7 @@ class WeightPublisher:
 
     def _send(self, bucket: Bucket, spec: BucketSpec, update: _Update) -> None:
         report, update.touched = update.report, True
+        update.stage = f"bucket {bucket.index}"
         with timed(report, "transfer"):
             for attempt in range(1, ATTEMPTS + 1):
                 try:
@@ -210,24 +253,59 @@ class WeightPublisher:
 
     def _finish(self, update: _Update) -> None:
         """Commit on all engines, once all of them hold what was sent."""
-        expected = update.report.checksum = f"{update.checksum:016x}"
-        for engine, held in zip(update.engines, update.answers, strict=True):
-            if held != expected:
-                raise WeightSyncError(
-                    f"engine {engine.url} holds weights with checksum {held or 'unknown'}, the trainer sent {expected}"
-                )
-        manifest = update.manifest
-        fan_out(update.engines, lambda engine: engine.commit(manifest.run_id, manifest.version, expected))
+        update.stage = "checksum"
+        sent = update.report.checksum = f"{update.checksum:016x}"
+        if update.expected not in (None, sent):
+            raise WeightSyncError(
+                f"the weights have checksum {sent}, those that other engines hold as version {update.report.version} "
+                f"{update.expected}; give the same weights or another version"
+            )
+        wrong = WeightSyncError("engines hold other weights than were sent")
+        wrong.errors = {
+            engine.url: WeightSyncError(
+                f"engine {engine.url} holds weights with checksum {held or 'unknown'}, the trainer sent {sent}"
+            )
+            for engine, held in zip(update.engines, update.answers, strict=True)
+            if held != sent
+        }
+        if wrong.errors:
+            raise wrong
+        update.stage = "commit"
 
-    def _failed(self, update: _Update, error: BaseException) -> None:
+        def commit(engine: Engine) -> None:
+            engine.commit(update.manifest.run_id, update.manifest.version, sent)
+            update.committed.add(engine.url)
+
+        fan_out(update.engines, commit)
+
+    def _failed(self, update: _Update, error: BaseException) -> list[str]:
+        """Leave every engine in a state that ``status`` tells; addresses of those that do not answer."""
+        lost = []
+        errors = error.errors if isinstance(error, WeightSyncError) else {}
         for engine in update.engines:
             status = self._status.setdefault(engine.url, EngineStatus())
-            status.error = repr(error)
-            status.closed |= update.touched
-            with suppress(WeightSyncError):
+            if engine.url in update.committed:
+                status.version, status.error, status.closed = update.manifest.version, None, False
+                if engine.url not in errors:
+                    with suppress(WeightSyncError):
+                        engine.resume()
+                    continue
+            status.error = str(errors.get(engine.url, error))
+            # A staged update does not touch the engine before its commit.
+            status.closed |= update.touched and (update.stage == "commit" or not getattr(engine, "staged", False))
+            try:
                 engine.abort(update.manifest.run_id, update.manifest.version)
                 if not status.closed:
                     engine.resume()
+            except NoAnswer:
+                # Only one that has failed before: whoever is slow to answer now will be asked again.
+                if isinstance(errors.get(engine.url), NoAnswer):
+                    status.lost = True
+                    lost.append(engine.url)
+            except WeightSyncError as refusal:
+                logger.warning("engine %s after a failed update: %s", engine.url, refusal)
+        self.engines = [engine for engine in self.engines if engine.url not in lost]
+        return lost
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weight_sync.buckets import Bucket
-from weight_sync.messages import BucketSpec, Manifest
+from weight_sync.messages import BucketSpec, Manifest, ResendError, WeightSyncError
 
 T = TypeVar("T")
 
@@ -59,10 +59,21 @@ def fan_out(engines: Sequence[Engine], call: Callable[[Engine], T]) -> list[T]:
     """Results of ``call`` on every engine, all at the same time.
 
     Raises:
-        The first error, after all calls have ended.
+        WeightSyncError: of the first engine that failed, after all calls have ended; ``errors`` has all of them. A
+            ``ResendError`` only if no engine has failed otherwise.
     """
-    if len(engines) == 1:
-        return [call(engines[0])]
+    results: list[T] = []
+    errors: dict[str, WeightSyncError] = {}
     with ThreadPoolExecutor(max(1, len(engines))) as pool:
-        futures = [pool.submit(call, engine) for engine in engines]
-    return [future.result() for future in futures]
+        calls = [pool.submit(call, engine) for engine in engines[1:]]
+        # The first one in this thread: a single engine needs no other.
+        for engine, get in zip(engines, [lambda: call(engines[0]), *(c.result for c in calls)], strict=False):
+            try:
+                results.append(get())
+            except WeightSyncError as error:
+                errors[engine.url] = error
+    if errors:
+        worst = next((e for e in errors.values() if not isinstance(e, ResendError)), next(iter(errors.values())))
+        worst.errors = errors
+        raise worst
+    return results

@@ -18,7 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weight_sync.buckets import Bucket, new_buffer
-from weight_sync.messages import RESEND, Abort, BucketSpec, Commit, Manifest, Message, ResendError, WeightSyncError
+from weight_sync.messages import (
+    ABORT_SECONDS,
+    RESEND,
+    Abort,
+    BucketSpec,
+    Commit,
+    Manifest,
+    Message,
+    NoAnswer,
+    ResendError,
+    WeightSyncError,
+)
 from weight_sync.transports import Engine
 
 TRAINER = 0
@@ -136,6 +147,8 @@ class Channel:
 class RemoteEngine:
     """An engine behind a receiver: the update is staged there, and taken over at the commit."""
 
+    staged = True
+
     def __init__(self, channel: Channel, rank: int) -> None:
         self.channel, self.rank, self.url = channel, rank, f"receiver {rank}"
 
@@ -147,12 +160,13 @@ class RemoteEngine:
         """What the receiver says to the last message.
 
         Raises:
-            ResendError, WeightSyncError: it refused, or it does not answer.
+            ResendError, WeightSyncError: it refused.
+            NoAnswer: it said nothing.
         """
         try:
             said = json.loads(self.channel.hear(self.rank, timeout))
         except TimeoutError as error:
-            raise WeightSyncError(f"{self.url} does not answer") from error
+            raise NoAnswer(f"{self.url} does not answer") from error
         if not said["ok"]:
             kind = ResendError if said["message"].startswith(RESEND) else WeightSyncError
             raise kind(f"{self.url}: {said['message']}")
@@ -177,7 +191,7 @@ class RemoteEngine:
         self.ask(Commit(run_id, version, checksum), 4 * self.channel.timeout)
 
     def abort(self, run_id: str, version: str) -> None:
-        self.ask(Abort(run_id, version))
+        self.ask(Abort(run_id, version), min(self.channel.timeout, ABORT_SECONDS))
 
     def close(self) -> None: ...
 
