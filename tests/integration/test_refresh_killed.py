@@ -1,0 +1,127 @@
+"""A real engine that is killed in the middle of a refresh. Runs behind everything else that uses the server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+
+from tests.integration.conftest import OneAtATime, RolloutServer, Server
+from tests.integration.oracle import assert_same
+from tests.integration.refresh import BUCKET, GREEDY, Sync, greedy
+from tests.support import wait_for
+from weight_sync.control import EngineControl
+from weight_sync.messages import EngineFailed, WeightSyncError
+from weight_sync.publisher import WeightPublisher
+from weight_sync.transports.shm import SharedMemoryTransport
+
+
+def scheduler_of(server: Server) -> psutil.Process:
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    [scheduler] = [child for child in children if "scheduler" in child.cmdline()[0]]
+    return scheduler
+
+
+def kill_scheduler(server: Server) -> None:
+    scheduler_of(server).kill()
+
+
+def kill_engine(server: Server) -> None:
+    os.killpg(server.process.pid, signal.SIGKILL)
+
+
+def kill_within(server: Server) -> None:
+    """The scheduler dies with the next message in its hands."""
+    scheduler = scheduler_of(server)
+    os.kill(scheduler.pid, signal.SIGSTOP)
+    threading.Timer(0.5, scheduler.kill).start()
+
+
+class Doomed(EngineControl):
+    """An engine to which something happens before a call of the publisher; buckets are counted."""
+
+    def __init__(self, server: Server, stage: str, kill) -> None:
+        super().__init__(server.url, timeout=30)
+        self.server, self.stage, self.kill = server, stage, kill
+
+    def at(self, stage: str) -> None:
+        if stage == self.stage:
+            self.kill(self.server)
+
+    def begin(self, manifest):
+        self.at("manifest")
+        super().begin(manifest)
+
+    def send_bucket(self, spec, data=None):
+        self.at(f"bucket {spec.index}")
+        return super().send_bucket(spec, data)
+
+    def commit(self, *arguments):
+        self.at("commit")
+        super().commit(*arguments)
+
+    def resume(self):
+        self.at("resume")
+        super().resume()
+
+
+def fails(server: Server, tiny, mask_likely, stage: str, kill) -> tuple[WeightPublisher, EngineFailed]:
+    """Publish to an engine that dies at a stage; the error names both, and the engine is out of the fleet."""
+    layout = Sync(server, tiny).layout
+    publisher = WeightPublisher(layout, SharedMemoryTransport(), [Doomed(server, stage, kill)], BUCKET)
+    with pytest.raises(
+        EngineFailed, match=f"version 601 failed at {stage}: engine {server.url} did not answer"
+    ) as failure:
+        publisher.publish(mask_likely.model.state_dict(), "601")
+    assert failure.value.lost == (server.url,) and not failure.value.committed
+    assert publisher.status()[server.url].lost and not publisher.engines
+    with pytest.raises(WeightSyncError, match="no engine is left"):
+        publisher.publish(mask_likely.model.state_dict(), "602")
+    wait_for(lambda: server.process.poll() is not None, 60, "the end of the server")
+    return publisher, failure.value
+
+
+def test_a_scheduler_killed_within_a_bucket(server, heavy: OneAtATime, tiny, mask_likely):
+    """Not only the HTTP process counts: without its scheduler the server ends, and the publisher hears no success."""
+    try:
+        publisher, _ = fails(server, tiny, mask_likely, "bucket 2", kill_within)
+        publisher.close()
+    finally:
+        heavy.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "kill"),
+    [
+        ("manifest", kill_engine),
+        ("bucket 0", kill_scheduler),
+        ("bucket 3", kill_engine),
+        ("commit", kill_scheduler),
+        ("commit", kill_within),
+        ("resume", kill_engine),
+    ],
+)
+def test_a_restarted_engine_rejoins(server, heavy: OneAtATime, tiny, mask_likely, tmp_path, stage, kill):
+    """It comes back with the weights of its checkpoint, and has the current ones after ``rejoin``."""
+    try:
+        publisher, _ = fails(server, tiny, mask_likely, stage, kill)
+        heavy.close()
+        again = heavy.use("again", lambda: RolloutServer(tiny, tmp_path))
+        case = tiny.case(33, GREEDY)
+        assert_same(greedy(again, [case.prompt])[0], case.trace)
+        report = publisher.rejoin(EngineControl(again.url), mask_likely.model.state_dict(), "601")
+        assert report is not None and report.checksum == EngineControl(again.url).checksum()
+        case = mask_likely.case(33, GREEDY)
+        trace = greedy(again, [case.prompt])[0]
+        assert_same(trace, case.trace)
+        assert set(trace.weight_versions) == {"601"}
+        publisher.publish(tiny.model.state_dict(), "602")
+        case = tiny.case(33, GREEDY)
+        assert_same(greedy(again, [case.prompt])[0], case.trace)
+        publisher.close()
+    finally:
+        heavy.close()
