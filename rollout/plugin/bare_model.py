@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,16 +37,12 @@ def build_model(model_path: str | Path, device: str = "cpu", rank: int = 0, size
         initialize_model_parallel,
         model_parallel_is_initialized,
     )
-    from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.layers.dp_attention import initialize_dp_attention
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.model_loader.utils import get_model_architecture, set_default_torch_dtype
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
     from sglang.srt.utils.network import get_free_port
 
-    if device == "cpu":
-        # SGLang makes a NCCL communicator for every group of several ranks.
-        pynccl.PyNcclCommunicator = lambda *arguments, **options: SimpleNamespace(disabled=True)
     # SGLang's "auto" turns fp32 into fp16.
     dtype = checkpoint_dtype(load_hf_config(model_path))
     args = ServerArgs(model_path=str(model_path), device=device, dtype=dtype, tp_size=size, skip_tokenizer_init=True)

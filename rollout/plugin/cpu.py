@@ -1,7 +1,7 @@
 """What SGLang 0.5.17's CPU engine lacks for LLaDA2-MoE block diffusion.
 
-Three gaps: the compiled kernels cannot be imported without CUDA libraries, the page allocator is a Triton
-kernel, and the native mixture of experts drops ``routed_scaling_factor``.
+Four gaps: the compiled kernels cannot be imported without CUDA libraries, the page allocator is a Triton
+kernel, the native mixture of experts drops ``routed_scaling_factor``, and tensor-parallel ranks want NCCL.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 KERNELS = Path(__file__).parent / "cpu_kernels"
@@ -67,6 +68,7 @@ class _AnyGrid:
 def install() -> None:
     if not cpu_requested():
         return
+    from sglang.srt.distributed.device_communicators import pynccl
     from sglang.srt.mem_cache.allocator import paged
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -76,3 +78,5 @@ def install() -> None:
         paged.alloc_extend_naive(prefix, seq, last, free, out, page_size, out.device)
 
     paged.alloc_extend_kernel = _AnyGrid(alloc_extend)
+    # SGLang makes a NCCL communicator for every group of several ranks.
+    pynccl.PyNcclCommunicator = lambda *arguments, **options: SimpleNamespace(disabled=True)

@@ -80,9 +80,7 @@ def test_the_engine_serves_until_its_receiver_has_everything(server, tiny, mask_
             tiny.model.state_dict(), "502"
         )
 
-    del publisher
     trainer = multiprocessing.get_context("fork").Process(target=dies)
-    beside.port = beside.port
     trainer.start()
     trainer.join(60)
     assert trainer.exitcode == -signal.SIGKILL

@@ -1,0 +1,131 @@
+"""The real engine with two tensor-parallel ranks (gloo): refreshed by sessions and by its own endpoint.
+
+SGLang's CPU engine binds the ranks to cores itself: SGLANG_CPU_OMP_THREADS_BIND names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import psutil
+import pytest
+from torch import Tensor
+
+from dllm.models.checkpoint import load_model
+from tests.integration.conftest import OneAtATime, RolloutServer, Server
+from tests.integration.oracle import TinyModel, assert_same
+from tests.integration.refresh import BUCKET, GREEDY, Sync, greedy
+from tests.support import wait_for
+from weight_sync.checksum import TensorSums
+from weight_sync.client import ServiceControl, StreamControl
+from weight_sync.control import EngineControl, serialise
+from weight_sync.messages import BucketSpec, EngineFailed, Message
+from weight_sync.publisher import WeightPublisher
+from weight_sync.push import push
+from weight_sync.transports.http import HttpTransport
+from weight_sync.transports.shm import SharedMemoryTransport
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def pair(heavy: OneAtATime, tiny: TinyModel, tmp_path_factory, monkeypatch) -> Server:
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    return heavy.use("pair", lambda: RolloutServer(tiny, tmp_path_factory.mktemp("pair"), **{"tp-size": 2}))
+
+
+def holds(server: Server, model: TinyModel, version: str) -> None:
+    case = model.case(33, GREEDY)
+    trace = greedy(server, [case.prompt])[0]
+    assert_same(trace, case.trace)
+    assert set(trace.weight_versions) == {version}
+
+
+def test_sessions(pair, tiny, mask_likely):
+    """By request bodies, from a directory, and streamed; the checksum is that of the checkpoint, whatever the ranks."""
+    holds(pair, tiny, "default")
+    sums = TensorSums()
+    for name, tensor in load_model(mask_likely.path).state_dict().items():
+        sums.add(name, tensor)
+    assert push(ServiceControl(pair.url), mask_likely.path, 1, BUCKET).checksum == f"{sums.value():016x}"
+    holds(pair, mask_likely, "1")
+    push(ServiceControl(pair.url), tiny.path, 2, BUCKET, shared=True)
+    holds(pair, tiny, "2")
+    layout = Sync(pair, tiny).layout
+    for version, model, transport, control in (
+        (3, mask_likely, HttpTransport(), ServiceControl),
+        (4, tiny, SharedMemoryTransport(), StreamControl),
+        (5, mask_likely, SharedMemoryTransport(), StreamControl),
+    ):
+        publisher = WeightPublisher(layout, transport, [control(pair.url)], BUCKET)
+        assert publisher.publish(model.model.state_dict(), version).buckets > 3
+        publisher.close()
+        holds(pair, model, str(version))
+
+
+class Unequal(EngineControl):
+    """Damages one message on its way to rank 1."""
+
+    at: int | None = None
+
+    def message(
+        self, header: Message, tensors: Sequence[Tensor] = (), version: str | None = None, timeout: float | None = None
+    ) -> str:
+        if not isinstance(header, BucketSpec) or header.index != self.at:
+            return super().message(header, tensors, version, timeout)
+        self.at, sent, self.deliver = None, self.deliver, self.unequal  # type: ignore[method-assign]
+        try:
+            return super().message(header, tensors, version, timeout)
+        finally:
+            self.deliver = sent  # type: ignore[method-assign]
+
+    def unequal(self, payload: Sequence[str], version: str | None = None, timeout: float | None = None) -> str:
+        good, _ = payload
+        wrong = BucketSpec("stranger", "1", 0, False) if self.strange else BucketSpec(*self.key, 99, False)
+        import torch
+
+        return super().deliver([good, serialise(wrong.encode(), [torch.empty(0, dtype=torch.uint8)])], version, timeout)
+
+    strange, key = False, ("", "")
+
+    def begin(self, manifest):
+        self.key = (manifest.run_id, manifest.version)
+        super().begin(manifest)
+
+
+def test_one_rank_that_fails(pair, tiny, mask_likely):
+    """What rank 1 refuses is no success of rank 0: sent again where that helps, and closed where it does not."""
+    control = Unequal(pair.url, tp_size=2)
+    publisher = WeightPublisher(Sync(pair, tiny).layout, SharedMemoryTransport(), [control], BUCKET)
+    control.at = 2
+    assert publisher.publish(tiny.model.state_dict(), "20").resent == 1
+    holds(pair, tiny, "20")
+    control.at, control.strange = 2, True
+    with pytest.raises(EngineFailed, match="bucket 2: .*rank 1: bucket 0 of version 1 has no open update"):
+        publisher.publish(mask_likely.model.state_dict(), "21")
+    assert publisher.status()[pair.url].closed
+    publisher.publish(mask_likely.model.state_dict(), "22")
+    holds(pair, mask_likely, "22")
+    publisher.close()
+
+
+def test_a_killed_rank(pair, heavy, tiny):
+    """Rank 1 alone is gone: no success, and the server ends."""
+
+    class Killing(StreamControl):
+        def send_bucket(self, spec, data=None):
+            if spec.index == 1:
+                children = psutil.Process(pair.process.pid).children(recursive=True)
+                [rank] = [child for child in children if "TP1" in "".join(child.cmdline())]
+                rank.kill()
+            return super().send_bucket(spec, data)
+
+    transport = SharedMemoryTransport()
+    publisher = WeightPublisher(Sync(pair, tiny).layout, transport, [Killing(pair.url, timeout=30)], BUCKET)
+    try:
+        with pytest.raises(EngineFailed, match="version 30 failed at bucket 1"):
+            publisher.publish(tiny.model.state_dict(), 30)
+        wait_for(lambda: pair.process.poll() is not None, 60, "the end of the server")
+        publisher.close()
+    finally:
+        heavy.close()
