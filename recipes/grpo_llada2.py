@@ -88,6 +88,8 @@ def execute(run: ResolvedRun) -> dict[str, Any]:
 
 
 def print_summary(directory: Path, summary: dict) -> None:
+    from recipes.summary import step_table
+
     before, after = summary["val_accuracy_before"], summary["val_accuracy_after"]
     speed = summary["host"]["fp32_gflops_per_core"]
     held_out = (
@@ -104,6 +106,8 @@ def print_summary(directory: Path, summary: dict) -> None:
             f"log-prob difference engine - trainer: p99.9 {summary['logprob_abs_diff_p999']:.1e}, "
             f"max {summary['logprob_abs_diff_max']:.1e} ({summary['router_tie_tokens']} tokens with a router tie)"
         )
+    for line in step_table(summary.get("step_seconds", {})):
+        print(line)
     print(f"files in {directory}:")
     for name, what in (
         ("config.yaml", "resolved config"),

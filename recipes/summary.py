@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,54 @@ from trainers.metrics import difference_summary, group_diversity, logprob_differ
 
 if TYPE_CHECKING:
     from recipes.compose import ResolvedRun
+
+
+PARTS = {
+    "rollout": "timing_s/gen",
+    "log-probs": "timing_s/old_log_prob",
+    "advantages": "timing_s/adv",
+    "update": "timing_s/update_actor",
+    "weight refresh": "timing_s/update_weights",
+    "step": "timing_s/step",
+}
+"""Parts of a step and verl's names for them; the rewards are within the rollout."""
+
+REWARD = "rollout/reward_seconds/max"
+
+
+def step_seconds(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Mean seconds of a step by part, without the first step of a run, which compiles and warms up.
+
+    Args:
+        records: of ``metrics.jsonl``.
+
+    Returns:
+        ``PARTS``; "reward", the slowest response's, which may overlap with decoding; "other", what is left of the step.
+        Validations and checkpoints are not part of a step. Empty without a step.
+    """
+    steps = [r for r in records if r["kind"] == "step"]
+    steps = steps[1:] or steps
+    if not steps:
+        return {}
+    mean = lambda key: float(np.mean([float(r.get(key, 0.0)) for r in steps]))
+    seconds = {name: mean(key) for name, key in PARTS.items()}
+    if any(REWARD in r for r in steps):
+        seconds["reward"] = mean(REWARD)
+    parts = sum(seconds[name] for name in PARTS if name != "step")
+    return {name: round(value, 4) for name, value in (seconds | {"other": seconds["step"] - parts}).items()}
+
+
+def step_table(seconds: Mapping[str, float]) -> list[str]:
+    """Lines that show where the time of a step goes."""
+    total = seconds.get("step", 0.0)
+    if total <= 0:
+        return []
+    rows = [("rollout", "rollout"), ("reward", "  of it at most: rewards"), *((n, n) for n in [*PARTS, "other"][1:])]
+    shown = [(label, seconds[name]) for name, label in rows if name in seconds and name != "step"]
+    return [
+        "seconds of a step (mean without the first):",
+        *(f"  {label:<26}{value:8.2f}  {100 * value / total:5.1f} %" for label, value in [*shown, ("step", total)]),
+    ]
 
 
 def summarise(directory: Path) -> dict[str, Any]:
@@ -44,6 +92,7 @@ def summarise(directory: Path) -> dict[str, Any]:
         "val_accuracy_curve": {str(r["step"]): a for r, a in zip(validations, accuracies, strict=True)},
         "malformed_before": validation_accuracy(validations[0], "malformed") if validations else None,
         "malformed_after": validation_accuracy(validations[-1], "malformed") if validations else None,
+        "step_seconds": step_seconds(records),
         "steps": max((r["step"] for r in records if r["kind"] == "step"), default=0),
         **{f"logprob_abs_diff_{name}": value for name, value in differences.items()},
         "logprob_tokens": len(all_diffs),

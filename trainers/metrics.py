@@ -153,6 +153,18 @@ def validation_metrics(prompts: Sequence[Hashable], rewards: Mapping[str, Sequen
     return {f"val/{name}": float(value) for name, value in asdict(summarise_scores(scores, prompts)).items()}
 
 
+def reward_metrics(seconds: Sequence[float]) -> dict[str, float]:
+    """How long a step's rewards took.
+
+    Args:
+        seconds: of every response, from its end to its reward; others are decoded meanwhile, so that ``max`` bounds
+            what rewards add to the rollout.
+    """
+    if not seconds:
+        return {}
+    return {"rollout/reward_seconds/mean": float(np.mean(seconds)), "rollout/reward_seconds/max": float(max(seconds))}
+
+
 def refresh_metrics(
     costs: Sequence[Mapping[str, float] | None], lines: Sequence[Mapping[str, Any]], step: int
 ) -> dict[str, float]:

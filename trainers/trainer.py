@@ -14,10 +14,10 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from rollout.records import write_parquet
-from rollout.verl.agent_loop import ERROR_TAG, LINE, saved_rollouts
+from rollout.verl.agent_loop import ERROR_TAG, LINE, REWARD_SECONDS, saved_rollouts
 from rollout.verl.server import decoder_settings
 from trainers.flips import MEASURE
-from trainers.metrics import gate_excess, refresh_metrics, step_metrics, validation_metrics
+from trainers.metrics import gate_excess, refresh_metrics, reward_metrics, step_metrics, validation_metrics
 from trainers.samples import log_samples
 from trainers.schedule import threshold_of
 from trainers.workers import BlockDiffusionWorker
@@ -53,6 +53,7 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         super().__init__(config)
         self.listener = listener or (lambda event, details: None)
         self.step_lines: list[dict[str, Any]] = []
+        self.reward_seconds: list[float] = []
         self.measured = False
         self.exact = config.dllm.likelihood == "exact"
         decoder = decoder_settings(config.actor_rollout_ref.rollout.engine_kwargs or {})
@@ -138,7 +139,7 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         batch = super()._compute_old_log_prob(batch, metrics)
         self.measured = measured and states > 0
         self.step_lines = self.rollout_lines(batch)
-        ours = step_metrics(self.step_lines, self.threshold)
+        ours = step_metrics(self.step_lines, self.threshold) | reward_metrics(self.reward_seconds)
         metrics.update(ours)
         limit = self.config.dllm.max_logprob_diff
         if (worst := gate_excess(ours, limit)) is not None:
@@ -159,6 +160,7 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         columns = {name: data[name] for name in ("old_log_probs", "router_tie", "rm_scores", *flips)}
         unbound = {name: value.unbind() for name, value in columns.items()}
         extra, uids, rewards = (list(data[name]) for name in ("extra_fields", "uid", "reward_model"))
+        self.reward_seconds = [float(extra[i].get(REWARD_SECONDS) or 0.0) for i in real]
         lines = []
         for i in real:
             line = dict(extra[i][LINE])

@@ -25,6 +25,9 @@ from rollout.saved import SavedRollouts
 LINE = "dllm"
 """Key of ``extra_fields`` that holds the rollout line of a sample."""
 
+REWARD_SECONDS = "reward_seconds"
+"""Key of ``extra_fields``: from asking for a response's reward to having it."""
+
 AGENT_NAME = "dllm_single_turn"
 
 ERROR_TAG = "dllm_error"
@@ -174,6 +177,7 @@ class BlockDiffusionAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_
             )
         await super()._compute_score(shown, kwargs)
         outputs[-1].reward_score = shown[-1].reward_score
+        outputs[-1].extra_fields[REWARD_SECONDS] = shown[-1].metrics.compute_score
         if "reward_extra_info" in shown[-1].extra_fields:
             outputs[-1].extra_fields["reward_extra_info"] = shown[-1].extra_fields["reward_extra_info"]
 

@@ -176,8 +176,9 @@ class TinyModel:
         return self.cases[key]
 
 
-def make(directory: Path, seed: int, head_std: float | None = None) -> TinyModel:
-    model = write_tiny_model(directory, seed, head_std, **SHAPE)
+def make(directory: Path, seed: int, head_std: float | None = None, **changes: Any) -> TinyModel:
+    """A random tiny model of ``SHAPE`` with ``changes``."""
+    model = write_tiny_model(directory, seed, head_std, **{**SHAPE, **changes})
     return TinyModel(directory, model.eval(), resolve(directory))
 
 

@@ -276,6 +276,10 @@ class TestFinished:
             assert np.isfinite(record["actor/pg_loss"]) and record["dllm/tokens_per_forward"] >= 1
             assert record["weight_sync/version"] == record["step"] and record["weight_sync/lag"] == 0
             assert record["weight_sync/bytes"] > 0 and record["weight_sync/total_seconds"] > 0
+            assert all(record[f"weight_sync/{s}_seconds"] >= 0 for s in ("pause", "stream", "finish", "resume"))
+            assert record["weight_sync/goodput_gbps"] > 0
+            assert 0 < record["rollout/reward_seconds/mean"] <= record["rollout/reward_seconds/max"]
+            assert record["rollout/reward_seconds/max"] < record["timing_s/gen"]
         validations = [r["step"] for r in read_metrics(finished.directory) if r["kind"] == "validation"]
         assert validations == [0, 3, 5]
 
@@ -306,6 +310,7 @@ class TestFinished:
             assert f"step   {step}/5  reward" in text
         assert "validation, step 5: accuracy" in text and "held-out accuracy" in text
         assert "summary.json" in text
+        assert "seconds of a step (mean without the first):" in text and "  weight refresh " in text
 
     def test_starting_it_again_without_resume_is_refused(self, finished, capsys):
         before = (finished.directory / "metrics.jsonl").read_bytes()

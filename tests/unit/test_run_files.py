@@ -12,7 +12,7 @@ from recipes import grpo_llada2, plot
 from recipes.console import RunConsole, step_line, validation_accuracy
 from recipes.host import choose_hardware, host_report, package_versions
 from recipes.records import RunRecorder, read_metrics, read_rollouts
-from recipes.summary import summarise
+from recipes.summary import step_seconds, step_table, summarise
 from tests.support import rollout_line as line
 
 KEYS = ("critic/rewards/mean", "dllm/visible_length/mean", "dllm/visible_length/max", "dllm/confidence/mean")
@@ -104,6 +104,25 @@ def test_summary_is_computed_from_the_files(tmp_path):
     assert summary["logprob_abs_diff_max"] == 0.5 and summary["logprob_abs_diff_max_without_ties"] == 0
     assert summary["router_tie_tokens"] == 1
     assert summary["tokens_per_forward"] == pytest.approx(12 / 9)
+
+
+def test_where_the_time_of_a_step_goes():
+    """The first step warms up and does not count; what verl does not name is shown as well."""
+    names = {"gen": 2.0, "old_log_prob": 1.0, "adv": 0.25, "update_actor": 0.5, "update_weights": 0.125, "step": 4.0}
+    step = {"kind": "step", "rollout/reward_seconds/max": 0.75, **{f"timing_s/{k}": v for k, v in names.items()}}
+    records = [{**step, "timing_s/step": 99.0, "step": 1}, {**step, "step": 2}, {"kind": "validation", "step": 2}]
+    seconds = step_seconds([*records, {**step, "step": 3, "timing_s/gen": 3.0, "timing_s/step": 5.0}])
+    assert seconds["rollout"] == 2.5 and seconds["step"] == 4.5 and seconds["other"] == 0.125
+    text = "\n".join(step_table(seconds))
+    for part in (
+        "rollout                       2.50   55.6 %",
+        "of it at most: rewards      0.75",
+        "weight refresh",
+        "step",
+    ):
+        assert part in text
+    assert seconds["update"] == 0.5 and seconds["weight refresh"] == 0.125
+    assert step_seconds([records[2]]) == {} and step_table({}) == []
 
 
 def test_plots(tmp_path, capsys):
