@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from weight_sync.layout import CheckpointLayout as CheckpointLayout
     from weight_sync.layout import LayoutError as LayoutError
     from weight_sync.layout import LLaDA2Layout as LLaDA2Layout
+    from weight_sync.messages import EngineFailed as EngineFailed
     from weight_sync.messages import SyncReport as SyncReport
     from weight_sync.messages import WeightSyncError as WeightSyncError
     from weight_sync.publisher import WeightPublisher as WeightPublisher
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CheckpointLayout": "layout",
     "EngineControl": "control",
+    "EngineFailed": "messages",
     "LLaDA2Layout": "layout",
     "LayoutError": "layout",
     "SyncReport": "messages",
