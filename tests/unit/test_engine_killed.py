@@ -46,13 +46,13 @@ SESSION = r"/weights/v1/sessions"
 CASES = [
     # Where the server dies, the stage that the publisher names, and whether every test run has it.
     (ServiceControl, rf"POST {SESSION}", "manifest", False),
-    (ServiceControl, rf"answer to POST {SESSION}", "manifest", True),
+    (ServiceControl, rf"answer to POST {SESSION}", "manifest", False),
     (ServiceControl, r"PUT .*/buckets/0", "bucket 0", False),
     (ServiceControl, r"body of PUT .*/buckets/1", "bucket 1", True),
     (ServiceControl, r"answer to PUT .*/buckets/2", "bucket 2", False),
     (ServiceControl, r"POST .*/prepare", "bucket 3", False),
     (ServiceControl, r"answer to POST .*/prepare", "bucket 3", False),
-    (ServiceControl, r"POST .*/commit", "commit", True),
+    (ServiceControl, r"POST .*/commit", "commit", False),
     (ServiceControl, "pause", "commit", False),
     (ServiceControl, "begin", "commit", False),
     (ServiceControl, "bucket 2", "commit", True),
@@ -67,7 +67,7 @@ CASES = [
     (StreamControl, "bucket 2", "bucket 2", True),
     (StreamControl, "bucket 3", "bucket 3", False),
     (StreamControl, r"POST .*/commit", "commit", False),
-    (StreamControl, "commit", "commit", True),
+    (StreamControl, "commit", "commit", False),
     (StreamControl, "resume", "commit", False),
 ]
 
@@ -146,9 +146,8 @@ def test_an_engine_that_hangs(processes):
     survivor, hanging = Process(), Process()
     processes += [survivor, hanging]
     publisher = fleet(ServiceControl, survivor, hanging)
-    for engine in publisher.engines:
-        engine.client.timeout = httpx.Timeout(1.0)
-        engine.timeout = 1.0
+    impatient: Any = publisher.engines[1]
+    impatient.client.timeout, impatient.timeout = httpx.Timeout(0.5), 0.5
     os.kill(hanging.process.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(EngineFailed, match="did not answer POST /sessions") as failure:
