@@ -20,7 +20,7 @@ from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import BucketSpec, Commit, Manifest, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.receiver import Staged, hand_over, main, receive
-from weight_sync.transports.collective import Channel, CollectiveTransport
+from weight_sync.transports.collective import Channel, CollectiveTransport, RemoteEngine
 
 LAYOUT = CheckpointLayout(small_model(), torch.float32)
 SHAPES = {name: spec.shape for name, spec in LAYOUT.wire.items()}
@@ -83,19 +83,44 @@ def test_all_receivers_hand_over_what_was_sent(fleet, count, point_to_point):
     assert {events.get(timeout=20)[1:3] for _ in range(count)} == {("4", True)}
 
 
+class Mortal(RemoteEngine):
+    """A trainer's view of a receiver; the trainer is killed before one of its calls."""
+
+    def begin(self, manifest):
+        self.die("begin")
+        super().begin(manifest)
+
+    def commit(self, *arguments):
+        self.die("commit")
+        super().commit(*arguments)
+
+    def die(self, stage: str) -> None:
+        if Dying.stage == stage:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Dying(CollectiveTransport):
-    """A trainer that is killed in the middle of a bucket: the header is out, the bytes are not."""
+    """A trainer that is killed at ``stage``; in the middle of a bucket, its header is out and its bytes are not."""
+
+    stage = "bucket"
+
+    def engines(self):
+        return [Mortal(self.channel, rank) for rank in range(1, self.channel.size)]
 
     def send(self, bucket, spec, engines):
-        if bucket.index == 2:
+        if self.stage == "bucket" and bucket.index == 2:
             for engine in engines:
                 self.channel.tell(engine.rank, '{"broadcast": true}\n' + spec.encode())
             os.kill(os.getpid(), signal.SIGKILL)
         return super().send(bucket, spec, engines)
 
 
-def test_a_trainer_that_dies_leaves_the_engine_alone(fleet):
+@pytest.mark.parametrize(
+    "stage", [pytest.param("begin", marks=pytest.mark.slow), "bucket", pytest.param("commit", marks=pytest.mark.slow)]
+)
+def test_a_trainer_that_dies_leaves_the_engine_alone(fleet, monkeypatch, stage):
     """The engine never hears of the unfinished update; the next trainer, at the same address, gets through."""
+    monkeypatch.setattr(Dying, "stage", stage)
     port, events = fleet(1)
     trainer = FORK.Process(target=publish, args=(port, 2, 5), kwargs={"transport": Dying})
     trainer.start()
