@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from xdist.scheduler import LoadScopeScheduling
 
 from dllm.decoding import SamplingParams
 from rollout.engine import Engine
@@ -25,32 +26,34 @@ from tests.integration.oracle import THRESHOLD, Case, TinyModel, make
 from tests.support import child_environment, threads
 from weight_sync.control import LOADER
 
-# Tests of one engine run in one process, one after the other: an engine starts once. The longest work begins first.
-ENGINES = ("sessions", "sdar", "by_seed", "synchronous", "stock", "stock_joint")
-FIRST = (
-    "integration/test_grpo",
-    "server",
-    "integration/test_evaluate",
-    "sessions",
-    "integration/test_generate",
-    *ENGINES,
-)
+# Modules that share an engine run in one process, one after the other: an engine starts once.
+SHARED = {
+    "server": ("decoding", "invariance", "refresh", "service", "stopping", "stress"),
+    "synchronous": ("routing", "synchronous"),
+}
+GROUPS = {f"test_engine_{module}.py": group for group, modules in SHARED.items() for module in modules}
+GROUPS |= {"test_refresh_faults.py": "server", "test_refresh_by_receiver.py": "server"}
+# The longest work begins first.
+FIRST = ("test_grpo.py", "server", "test_evaluate.py", "test_engine_refresh_sessions.py", "synchronous")
 
 
-def group_of(item: pytest.Item) -> str:
-    """Name of the engine of a test, else its module."""
-    needs = item.fixturenames  # type: ignore[attr-defined]
-    if "server" in needs or "alone" in needs:
-        return "server"
-    return next((engine for engine in ENGINES if engine in needs), "/".join(item.path.with_suffix("").parts[-2:]))
+def group_of(path: str) -> str:
+    """Name of the engine that a test module shares, else the module's name."""
+    module = path.rpartition("/")[2]
+    return GROUPS.get(module, module)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    class ByEngine(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.split("::")[0])
+
+    return ByEngine(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
-    rank = {name: i for i, name in enumerate(dict.fromkeys(FIRST))}
-    items.sort(key=lambda item: (rank.get(group_of(item), len(rank)), "integration" not in item.path.parts))
+    rank = {group: i for i, group in enumerate(FIRST)}
+    items.sort(key=lambda item: (rank.get(group_of(item.path.name), len(rank)), "integration" not in item.path.parts))
 
 
 @pytest.fixture(autouse=True, scope="session")
