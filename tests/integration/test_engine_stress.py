@@ -21,10 +21,12 @@ def run(server, phase) -> Phase:
 
     async def whole() -> Phase:
         target = await Target.at(server.url, server.process.pid, None)
-        async with target.http:
+        try:
             before = await target.at_rest()
             found = await phase(target)
             assert await target.at_rest() == before
+        finally:
+            await target.http.aclose()
         return found
 
     found = asyncio.run(whole())
