@@ -21,7 +21,9 @@ def _pop_aborted(original: Callable, manager: Any, abort_all: bool, rid: str) ->
         kept = []
         for req in getattr(manager, queue):
             selected = abort_all or req.rid.startswith(rid)
-            if selected and req.dllm_phase == DllmReqPhase.STAGING_DECODE:
+            # SGLang sets the phase before it searches the prefix cache: behind a prompt that is cached as a whole, the
+            # first block runs as STAGING_PREFILL. Dropped there, its page is lost if the prompt ends with a page.
+            if selected and (req.dllm_phase == DllmReqPhase.STAGING_DECODE or req.dllm_incomplete_ids):
                 req.to_finish = FINISH_ABORT()
                 denoising.append((queue, req))
             else:
