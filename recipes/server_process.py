@@ -25,9 +25,17 @@ class ServerProcess:
         flags: without ``--``; a value of None stands for a flag that takes none.
         log: file for its output.
         start_seconds: how long it may take to answer ``/health``.
+        environment: of the process, instead of this one's; what the CPU engine needs is added.
     """
 
-    def __init__(self, module: str, flags: Mapping[str, Any], log: Path, start_seconds: float = 300) -> None:
+    def __init__(
+        self,
+        module: str,
+        flags: Mapping[str, Any],
+        log: Path,
+        start_seconds: float = 300,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -35,7 +43,7 @@ class ServerProcess:
         command = [sys.executable, "-m", module]
         for name, value in given.items():
             command += [f"--{name}"] if value is None else [f"--{name}", str(value)]
-        environment = dict(os.environ)
+        environment = dict(os.environ if environment is None else environment)
         if flags.get("device") == "cpu":
             from rollout.plugin.cpu import cpu_environment
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -143,6 +144,13 @@ def write_tiny_model(path: Path, seed: int = 0, head_std: float | None = None, *
 
     text = ["State the final answer to the following arithmetic problem: 26 + 53 ="]
     return make_model_dir(path, build_tokenizer(text), TinyShape(**shape), seed=seed, head_std=head_std)
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def child_environment(**extra: str) -> dict[str, str]:

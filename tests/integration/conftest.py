@@ -1,26 +1,23 @@
-"""The real engine, started once per configuration and never two at a time."""
+"""The real engine, started once per configuration and, in one process of the tests, never two at a time."""
 
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from xdist.scheduler import LoadScopeScheduling
 
 from dllm.decoding import SamplingParams
+from recipes.server_process import ServerProcess
 from rollout.engine import Engine
-from rollout.plugin.cpu import cpu_environment
 from rollout.records import RolloutSample, sample_from_response
 from tests.integration.oracle import THRESHOLD, Case, TinyModel, make
 from tests.support import child_environment, threads
@@ -131,7 +128,7 @@ class Request:
         return given | {"max_new_tokens": self.max_new_tokens} | self.more
 
 
-class Server:
+class Server(ServerProcess):
     """Stock SGLang's HTTP server with this package's plugin, as a user starts it."""
 
     module = "sglang.launch_server"
@@ -141,55 +138,31 @@ class Server:
         options = directory / "algorithm.yaml"
         if "dllm-algorithm" not in flags:
             options.write_text(yaml.safe_dump({"threshold": THRESHOLD}))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         given = {
             "model-path": tiny.path,
             "dllm-algorithm": "SelectThenSample",
             "dllm-algorithm-config": options,
             "device": "cpu",
-            "host": "127.0.0.1",
-            "port": port,
             "custom-weight-loader": LOADER,
             "grammar-backend": "none",
             "log-level": "warning",
+            "skip-server-warmup": None,
         } | flags
         if not options.exists():
             del given["dllm-algorithm-config"]
-        arguments = [
-            p for name, value in given.items() for p in (f"--{name}", *([] if value is None else [str(value)]))
-        ]
-        self.log = directory / "server.log"
-        self.url = f"http://127.0.0.1:{port}"
+        super().__init__(self.module, given, directory / "server.log", environment=child_environment())
         self.client = httpx.Client(base_url=self.url, timeout=300)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, *arguments, "--skip-server-warmup"],
-                env=child_environment(OMP_NUM_THREADS="1", **cpu_environment()),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
         try:
-            self._wait(300)
+            self.wait()
         except BaseException:
             self.close()
             raise
 
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode}:\n{self.tail()}")
-            with suppress(httpx.HTTPError):
-                if self.client.get("/health").status_code == 200:
-                    return
-            time.sleep(0.5)
-        raise RuntimeError(f"the server did not answer within {seconds:.0f} s:\n{self.tail()}")
-
-    def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-30:])
+    def scheduler(self) -> psutil.Process:
+        """Its scheduler, a process of SGLang."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        [scheduler] = [child for child in children if "scheduler" in child.cmdline()[0]]
+        return scheduler
 
     def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """SGLang's raw answers; the requests arrive together."""
@@ -211,13 +184,7 @@ class Server:
         return self.generate([Request(prompt, **arguments)])[0]
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, 15)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, 9)
-        self.process.wait(20)
+        super().close()
         self.client.close()
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import torch
 
@@ -290,9 +289,7 @@ def test_a_killed_scheduler_is_no_success(sessions, tiny):
     """The push fails, and the server ends instead of serving anything."""
 
     def kill() -> None:
-        children = psutil.Process(sessions.server.process.pid).children(recursive=True)
-        [scheduler] = [child for child in children if "scheduler" in child.cmdline()[0]]
-        scheduler.kill()
+        sessions.server.scheduler().kill()
 
     with pytest.raises(WeightSyncError):
         push(staged(sessions, kill), tiny.path, sessions.last + 1, BUCKET)

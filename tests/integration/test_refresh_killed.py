@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 
-import psutil
 import pytest
 
 from tests.integration.conftest import OneAtATime, RolloutServer, Server
@@ -19,14 +18,8 @@ from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.shm import SharedMemoryTransport
 
 
-def scheduler_of(server: Server) -> psutil.Process:
-    children = psutil.Process(server.process.pid).children(recursive=True)
-    [scheduler] = [child for child in children if "scheduler" in child.cmdline()[0]]
-    return scheduler
-
-
 def kill_scheduler(server: Server) -> None:
-    scheduler_of(server).kill()
+    server.scheduler().kill()
 
 
 def kill_engine(server: Server) -> None:
@@ -35,7 +28,7 @@ def kill_engine(server: Server) -> None:
 
 def kill_within(server: Server) -> None:
     """The scheduler dies with the next message in its hands."""
-    scheduler = scheduler_of(server)
+    scheduler = server.scheduler()
     os.kill(scheduler.pid, signal.SIGSTOP)
     threading.Timer(0.5, scheduler.kill).start()
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import psutil
 import pytest
+import torch
 from torch import Tensor
 
 from dllm.models.checkpoint import load_model
@@ -101,8 +102,6 @@ class Unequal(EngineControl):
     def unequal(self, payload: Sequence[str], version: str | None = None, timeout: float | None = None) -> str:
         good, _ = payload
         wrong = BucketSpec("stranger", "1", 0, False) if self.strange else BucketSpec(*self.key, 99, False)
-        import torch
-
         return super().deliver([good, serialise(wrong.encode(), [torch.empty(0, dtype=torch.uint8)])], version, timeout)
 
     strange, key = False, ("", "")

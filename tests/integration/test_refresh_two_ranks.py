@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ import pytest
 
 from rollout.plugin.cpu import cpu_environment
 from tests.integration.oracle import make
-from tests.support import ROOT, child_environment, write_tiny_sdar
+from tests.support import ROOT, child_environment, free_port, write_tiny_sdar
 
 RANK = """
 import json, sys
@@ -68,13 +67,10 @@ def test_two_ranks(tmp_path):
     make(tmp_path / "llada2", seed=3)
     write_tiny_sdar(tmp_path / "sdar", moe=True)
     paths = [str(tmp_path / name) for name in ("llada2", "sdar")]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = child_environment(OMP_NUM_THREADS="1", **cpu_environment())
+    port, environment = str(free_port()), child_environment(OMP_NUM_THREADS="1", **cpu_environment())
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), "2", str(port), *paths],
+            [sys.executable, "-c", RANK, str(rank), "2", port, *paths],
             env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in (0, 1)

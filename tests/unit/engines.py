@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ import uvicorn
 from fastapi import FastAPI
 from torch import Tensor
 
-from tests.support import small_model
+from tests.support import free_port, small_model
 from tests.unit.receiver import LocalEngine, Receiver
 from weight_sync import loader
 from weight_sync.gate import Gate
@@ -40,12 +39,6 @@ LAYOUT = CheckpointLayout(small_model(), torch.float32)
 Target(Receiver({name: spec.shape for name, spec in LAYOUT.wire.items()}))
 SHAPES = {name: spec.shape for name, spec in LAYOUT.wire.items()}
 FORK = multiprocessing.get_context("fork")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Mortal(LocalEngine):

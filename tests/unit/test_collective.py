@@ -6,13 +6,12 @@ import multiprocessing
 import os
 import queue
 import signal
-import socket
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.support import small_model
+from tests.support import free_port, small_model
 from tests.unit.receiver import LocalEngine, Receiver
 from weight_sync import loader
 from weight_sync.buckets import Bucket
@@ -26,12 +25,6 @@ LAYOUT = CheckpointLayout(small_model(), torch.float32)
 SHAPES = {name: spec.shape for name, spec in LAYOUT.wire.items()}
 FORK = multiprocessing.get_context("fork")
 BUCKET = 8192
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def engine_process(port: int, rank: int, size: int, events) -> None:
