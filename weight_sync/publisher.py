@@ -140,11 +140,11 @@ class WeightPublisher:
         """
         report = None
         if named_tensors is not None:
-            if version is None and self._last is None:
+            current, checksum = self._last or (None, None)
+            wanted = current if version is None else str(version)
+            if wanted is None:
                 raise WeightSyncError("nothing has been published yet, so there is no current version; give one")
-            version = str(version) if version is not None or self._last is None else self._last[0]
-            same = self._last is not None and version == self._last[0]
-            report = self._publish(named_tensors, version, [engine], self._last[1] if same and self._last else None)
+            report = self._publish(named_tensors, wanted, [engine], checksum if wanted == current else None)
         # An engine that was started again may be given as another object.
         self.engines = [other for other in self.engines if other.url != engine.url] + [engine]
         self._status.setdefault(engine.url, EngineStatus()).lost = False
