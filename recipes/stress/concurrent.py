@@ -12,9 +12,8 @@ from recipes.stress.target import Target
 from recipes.stress.wellformed import WAYS, Ask, Ids, WrongAnswer, as_json, ask, way
 
 
-async def one(target: Target, wanted: Ask, phase: Phase) -> Ids | None:
-    """An answer, or None and a problem."""
-    name = way(wanted.number)
+async def one(target: Target, wanted: Ask, name: str, phase: Phase) -> Ids | None:
+    """An answer by one of ``WAYS``, or None and a problem."""
     try:
         ids = await WAYS[name](target, wanted)
     except (httpx.HTTPError, WrongAnswer, ValueError, KeyError) as error:
@@ -34,7 +33,7 @@ async def concurrent(target: Target, count: int, may_differ: float = 0.0) -> Pha
     """
     phase, start = Phase("concurrent"), time.monotonic()
     asks = [ask(number, target.info) for number in range(count)]
-    answers = await asyncio.gather(*(one(target, wanted, phase) for wanted in asks))
+    answers = await asyncio.gather(*(one(target, wanted, way(wanted.number), phase) for wanted in asks))
     phase.seconds = time.monotonic() - start
     alone = [await as_json(target, wanted) for wanted in asks]
     judge(phase, answers, alone, may_differ)

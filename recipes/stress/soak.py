@@ -9,6 +9,7 @@ import uuid
 
 import httpx
 
+from recipes.stress.concurrent import one
 from recipes.stress.malformed import attempts, hang_up
 from recipes.stress.memory import FLAT_MIB, FLAT_SHARE, growths, resident_mib
 from recipes.stress.report import Phase
@@ -89,14 +90,8 @@ def judge(phase: Phase, times: list[float], sizes: list[dict[str, float]], minut
 
 async def good(target: Target, wanted: Ask, way: str, right: dict[Ask, Ids], phase: Phase) -> None:
     """The answer must be that of the same request alone."""
-    try:
-        ids = await WAYS[way](target, wanted)
-    except (httpx.HTTPError, WrongAnswer, ValueError, KeyError) as error:
-        phase.count(way, "lost")
-        phase.problem(f"a good request by {way}: {error!r}")
-        return
-    phase.count(way, "200")
-    if ids != right[wanted]:
+    ids = await one(target, wanted, way, phase)
+    if ids is not None and ids != right[wanted]:
         phase.problem(f"request {wanted.number} by {way}: {ids} instead of {right[wanted]}")
 
 
