@@ -25,7 +25,7 @@ from recipes.tiny import TinyShape
 from recipes.tiny import hf_config as tiny_config
 from recipes.tokenizer import build_tokenizer, save_tokenizer
 from rollout.records import RolloutSample, sample_from_response
-from weight_sync.control import LOADER, EngineControl
+from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import SyncReport
 from weight_sync.publisher import WeightPublisher
@@ -51,7 +51,6 @@ class BenchEngine:
             "model-path": directory,
             "load-format": "dummy",
             "dllm-algorithm": "SelectThenSample",
-            "custom-weight-loader": LOADER,
             "grammar-backend": "none",
             "device": device,
             "dtype": config["dtype"],

@@ -104,21 +104,31 @@ def _explain(error: Exception) -> str:
     return " ".join(lines)[:600] + " (recipe.dry_run=true prints every key)"
 
 
-def decoder_overrides(arguments: Sequence[str]) -> list[str]:
-    """``--dllm-algorithm NAME`` and ``--dllm-algorithm-config FILE.yaml`` as overrides, which is what they become.
+def as_overrides(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the recipe's flags as the overrides that they stand for: ``--dllm-algorithm NAME``,
+    ``--dllm-algorithm-config FILE.yaml``, ``--save-debug-rollouts DIR``, ``--load-debug-rollouts DIR``.
 
     Raises:
-        ConfigError: the file cannot be read, names a key that the decoder does not have, or sets ``block_size``.
+        ConfigError: a flag has no value or does not exist, or the file cannot be read, names a key that the decoder
+            does not have, or sets ``block_size``.
     """
     flags = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
-    flags.add_argument("--dllm-algorithm")
-    flags.add_argument("--dllm-algorithm-config")
+    flags.add_argument("--dllm-algorithm", metavar="NAME")
+    flags.add_argument("--dllm-algorithm-config", metavar="FILE.yaml")
+    flags.add_argument("--save-debug-rollouts", metavar="DIR")
+    flags.add_argument("--load-debug-rollouts", metavar="DIR")
+    known = " ".join(f"[{action.option_strings[0]} {action.metavar}]" for action in flags._actions)
     try:
         given, rest = flags.parse_known_args(list(arguments))
     except ArgumentError as error:
-        raise ConfigError(f"{error}; write --dllm-algorithm NAME or --dllm-algorithm-config FILE.yaml") from error
+        raise ConfigError(f"{error}; the flags are {known}") from error
+    if unknown := [argument for argument in rest if argument.startswith("--")]:
+        raise ConfigError(f"there is no flag {unknown[0]}; the flags are {known}, everything else is KEY=VALUE")
+    for name in ("save_debug_rollouts", "load_debug_rollouts"):
+        if (directory := getattr(given, name)) is not None:
+            rest.append(f"recipe.{name}={quoted(directory)}")
     if given.dllm_algorithm is not None:
-        rest.append(f"dllm.algorithm='{given.dllm_algorithm}'")
+        rest.append(f"dllm.algorithm={quoted(given.dllm_algorithm)}")
     if given.dllm_algorithm_config is not None:
         named = [a.partition("=")[2].strip("'\"") for a in rest if a.startswith("dllm.algorithm=")]
         options = read_algorithm_config((named or [DllmSettings.algorithm])[-1], given.dllm_algorithm_config)
@@ -128,6 +138,11 @@ def decoder_overrides(arguments: Sequence[str]) -> list[str]:
             )
         rest += [f"++dllm.options.{key}={json.dumps(value)}" for key, value in options.items()]
     return rest
+
+
+def quoted(text: str) -> str:
+    """A text as the value of an override."""
+    return "'" + text.replace("'", "\\'") + "'"
 
 
 def run_name(recipe: RecipeSettings) -> str:

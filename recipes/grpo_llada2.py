@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm.config import ConfigError
-from recipes.compose import ResolvedRun, decoder_overrides, resolve_run
+from recipes.compose import ResolvedRun, as_overrides, resolve_run
 from recipes.host import choose_hardware, host_report
 
 
@@ -123,31 +123,13 @@ def print_summary(directory: Path, summary: dict) -> None:
             print(f"  {name:<14} {what}")
 
 
-def as_overrides(arguments: Sequence[str]) -> list[str]:
-    """Arguments with ``--save-debug-rollouts DIR`` and ``--load-debug-rollouts DIR`` as the keys they stand for.
-
-    Raises:
-        ConfigError: a directory is missing.
-    """
-    made, rest = [], iter(arguments)
-    for argument in rest:
-        name, _, value = argument.partition("=")
-        if name in ("--save-debug-rollouts", "--load-debug-rollouts"):
-            value = value or next(rest, "")
-            if not value:
-                raise ConfigError(f"{name} has no directory; write {name} DIR")
-            argument = f"recipe.{name[2:].replace('-', '_')}={value}"
-        made.append(argument)
-    return made
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if any(a in ("-h", "--help") for a in arguments):
         print(__doc__)
         return 0
     try:
-        arguments = as_overrides(decoder_overrides(arguments))
+        arguments = as_overrides(arguments)
         requested = next((a.partition("=")[2] for a in arguments if a.startswith("hardware=")), "auto")
         hardware, why = choose_hardware(requested)
         print(f"hardware={hardware} ({why}); {json.dumps(host_report())}", flush=True)

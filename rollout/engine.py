@@ -47,7 +47,7 @@ class Engine:
         flags: any other server argument of SGLang.
 
     Raises:
-        ConfigError: the preflight refused; no process was started.
+        ConfigError: the preflight refused, or SGLang's plugin does not work; no process was started.
     """
 
     def __init__(
@@ -86,6 +86,9 @@ class Engine:
 
                 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
                 prepare_environment()
+            from rollout.plugin.loading import require
+
+            require()
             import sglang
 
             settings = {name: value for name, value in self.report.effective.items() if value is not None}

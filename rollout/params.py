@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +10,37 @@ import xxhash
 
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams
+
+RESUMED = "dllm_resumed"
+"""Key of SGLang's ``custom_params``: so many tokens at the end of the prompt are part of the response, where a stop
+string may begin."""
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """What ends a response before its limit; the names are SGLang's.
+
+    Attributes:
+        ignore_eos: do not stop at stop ids.
+        stop: stop strings.
+        stop_token_ids: further stop ids.
+    """
+
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in ``sampling_params`` of a rollout line."""
+        return {"ignore_eos": self.ignore_eos, "stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> StopRules | None:
+        """Inverse of ``to_dict``; None if they are not among the keys."""
+        if not {"ignore_eos", "stop", "stop_token_ids"} <= given.keys():
+            return None
+        strings, ids = (tuple(given[name] or ()) for name in ("stop", "stop_token_ids"))
+        return cls(bool(given["ignore_eos"]), strings, ids)
 
 
 @dataclass
@@ -31,6 +62,10 @@ class GenerateParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     routing: bool = False
+
+    @property
+    def stop_rules(self) -> StopRules:
+        return StopRules(self.ignore_eos, tuple(self.stop), tuple(self.stop_token_ids))
 
     def to_sglang(self, seed: int | None) -> dict[str, Any]:
         """SGLang's sampling parameters of a request with this seed."""

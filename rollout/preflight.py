@@ -29,7 +29,7 @@ from rollout.memory import (
     kv_bytes_per_token,
 )
 from rollout.report import Refusals, Report
-from rollout.versions import check_versions
+from rollout.versions import check_plugin, check_versions
 
 FLAGS = (
     "model_path",
@@ -106,6 +106,8 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False, gpu_bytes:
         if dtype != checkpoint_dtype(config):
             why = f"the checkpoint's own, {checkpoint_dtype(config)}, does not run in SGLang's CUDA kernels"
         report.set("dtype", dtype, why)
+    with refusals.note():
+        check_plugin()
     with refusals.note():
         report.versions = check_versions(str(report.effective["device"]), training)
     with refusals.note():

@@ -46,14 +46,23 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+# What a sampling parameter may be, here and on SGLang's own endpoints (``rollout.plugin.requests``).
+Temperature = Annotated[float, Field(ge=0, le=1e4)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=0, lt=1 << 24)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
 class SamplingRequest(_Strict):
     """Decoding of one request; the names are SGLang's."""
 
-    temperature: float = Field(1.0, ge=0, le=1e4, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, ge=-1, lt=1 << 31, description="-1 is off")
-    min_p: float = Field(0.0, ge=0, le=1)
-    max_new_tokens: int = Field(128, ge=1, lt=1 << 24, description="visible tokens at most")
+    temperature: Temperature = Field(1.0, description="0 is greedy")
+    top_p: TopP = 1.0
+    top_k: TopK = Field(-1, description="-1 is off")
+    min_p: Share = 0.0
+    max_new_tokens: Annotated[Count, Field(gt=0)] = Field(128, description="visible tokens at most")
     ignore_eos: bool = False
     stop: list[Annotated[str, Field(min_length=1, max_length=4096)]] = Field([], max_length=64)
     stop_token_ids: list[TokenId] = Field([], max_length=1024)
@@ -121,7 +130,7 @@ class RolloutRequest(_Strict):
     n: int = Field(1, ge=1, lt=1 << SAMPLE_BITS)
     sampling_params: SamplingRequest = SamplingRequest()
     step: int | None = Field(0, ge=0, lt=1 << STEP_BITS)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
+    seed: Seed | None = None
     stream: bool = Field(False, description="committed blocks as they come")
     routing: bool = Field(False, description="log the experts of every token (--enable-return-routed-experts)")
     deadline_s: float | None = Field(None, gt=0, description="seconds; ends at a block boundary as 'abort'")

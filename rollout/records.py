@@ -12,6 +12,7 @@ import numpy as np
 
 from dllm.decoding import SamplingParams, SelectionRule
 from dllm.trace import PER_TOKEN, RolloutTrace, TraceError
+from rollout.params import StopRules
 
 _PREFIX = "dllm_"
 VERSIONS = ("version_at_admission", "version_at_completion")
@@ -33,6 +34,7 @@ class RolloutSample:
         seed: seed of its noise, None if the engine chose it.
         routing: int64 [R, routers], which experts each router chose for a token at its reveal, a set of them as one
             number (``dllm.routing``); None unless the request asked for it.
+        stop_rules: what could end it before its limit; None if nobody said.
         version_at_admission, version_at_completion: label of the engine's weights when the request was taken and when
             its answer left; None if nobody looked.
     """
@@ -43,6 +45,7 @@ class RolloutSample:
     max_new_tokens: int
     seed: int | None = None
     routing: np.ndarray | None = None
+    stop_rules: StopRules | None = None
     version_at_admission: str | None = None
     version_at_completion: str | None = None
 
@@ -58,6 +61,8 @@ class RolloutSample:
         line["finish_reason"] = self.finish_reason
         line["weight_version"] = self.weight_version
         line["sampling_params"] |= {"max_new_tokens": self.max_new_tokens, "seed": self.seed}
+        if self.stop_rules is not None:
+            line["sampling_params"] |= self.stop_rules.to_dict()
         if self.routing is not None:
             line["routing"] = self.routing.tolist()
         for name in VERSIONS:
@@ -82,6 +87,7 @@ class RolloutSample:
                 int(sampling["max_new_tokens"]),
                 sampling["seed"],
                 np.asarray(line["routing"], dtype=np.int64) if line.get("routing") else None,
+                StopRules.from_dict(sampling),
                 **{name: line.get(f"weight_{name}") for name in VERSIONS},
             )
         except KeyError as error:

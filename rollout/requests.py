@@ -9,6 +9,7 @@ from typing import Any
 
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams
+from dllm.decoding.sampling import effective_sampling
 from dllm.noise import sample_seed
 from dllm.trace import TraceError
 from rollout.params import GenerateParams, check_prompt, content_seeds
@@ -25,6 +26,7 @@ class Model:
         context_length: tokens of prompt and response together.
         encode: text to ids.
         template: chat messages to ids.
+        decoder: class of the engine's decoder, which says how it draws; None for SGLang's own.
     """
 
     mask_id: int
@@ -33,6 +35,7 @@ class Model:
     context_length: int
     encode: Callable[[str], list[int]]
     template: Callable[[Sequence[Mapping[str, Any]]], list[int]]
+    decoder: type | None = None
 
 
 def jobs_of(request: RolloutRequest, model: Model) -> tuple[list[Job], GenerateParams]:
@@ -42,8 +45,7 @@ def jobs_of(request: RolloutRequest, model: Model) -> tuple[list[Job], GenerateP
         RequestError: a prompt cannot be taken; the error names its field.
     """
     s = request.sampling_params
-    sampling = SamplingParams(s.temperature, s.top_p, s.top_k, s.min_p)
-    params = GenerateParams(sampling, s.max_new_tokens, s.ignore_eos, s.stop, s.stop_token_ids, request.routing)
+    params = params_of(request)
     for index, token in enumerate(s.stop_token_ids):
         if token >= model.vocab_size:
             raise RequestError(
@@ -69,6 +71,13 @@ def jobs_of(request: RolloutRequest, model: Model) -> tuple[list[Job], GenerateP
             before = resumed[i][j] if resumed[i] else None
             jobs.append(Job(i, j, ids, seeds[i][j] if before is None else before.seed, before))
     return jobs, params
+
+
+def params_of(request: RolloutRequest) -> GenerateParams:
+    """How to generate, as the request asks."""
+    s = request.sampling_params
+    sampling = SamplingParams(s.temperature, s.top_p, s.top_k, s.min_p)
+    return GenerateParams(sampling, s.max_new_tokens, s.ignore_eos, s.stop, s.stop_token_ids, request.routing)
 
 
 def _ids(prompt: PromptRequest, field: str, model: Model) -> list[int]:
@@ -105,12 +114,7 @@ def _resumed(request: RolloutRequest, index: int, model: Model) -> list[RolloutS
         if trace.block_size != model.block_size:
             raise RequestError(f"{field}.{j}.block_size", f"is {trace.block_size}; the engine's is {model.block_size}")
         if sample.finish_reason == "abort":
-            asked = request.sampling_params
-            if trace.sampling != SamplingParams(asked.temperature, asked.top_p, asked.top_k, asked.min_p):
-                raise RequestError(
-                    f"{field}.{j}.sampling_params",
-                    "differ from the request's: one response has one temperature, top_p, top_k and min_p",
-                )
+            _check_goes_on(sample, params_of(request), model, f"{field}.{j}.sampling_params")
             if trace.visible != len(trace.replay_ids):
                 raise RequestError(f"{field}.{j}.tail", "an aborted sample has none; this one was cut by hand")
             if trace.visible >= request.sampling_params.max_new_tokens:
@@ -121,6 +125,19 @@ def _resumed(request: RolloutRequest, index: int, model: Model) -> list[RolloutS
             raise RequestError(f"{field}.{j}.input_ids", "differ from those of the group's first sample")
         samples.append(sample)
     return samples
+
+
+def _check_goes_on(sample: RolloutSample, params: GenerateParams, model: Model, field: str) -> None:
+    """Refuse to go on with a response by other rules than it was begun with."""
+    if sample.stop_rules is None:
+        raise RequestError(field, "has no ignore_eos, stop and stop_token_ids; send the sample as the server answered it")
+    before = vars(sample.trace.sampling) | sample.stop_rules.to_dict()
+    now = vars(effective_sampling(model.decoder, params.sampling)) | params.stop_rules.to_dict()
+    for name, value in now.items():
+        if before[name] != value:
+            raise RequestError(
+                f"{field}.{name}", f"is {before[name]!r}, the request's is {value!r}; a response has one from end to end"
+            )
 
 
 def _seeds(request: RolloutRequest, prompts: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from dllm.config import BlockDiffusionConfig
 from dllm.decoding.sampling import effective_sampling
 from dllm.trace import PER_TOKEN
-from rollout.params import GenerateParams
+from rollout.params import RESUMED, GenerateParams
 from rollout.records import RolloutError, RolloutSample, join_samples, sample_from_response
 
 RESEND = 0.2
@@ -224,7 +224,10 @@ class Service:
         else:
             run.live.add(name)
             try:
-                request = self.backend.generate(name, prompt, params.to_sglang(job.seed), params.routing)
+                asked = params.to_sglang(job.seed)
+                if visible and params.stop:
+                    asked["custom_params"] = {RESUMED: len(visible)}
+                request = self.backend.generate(name, prompt, asked, params.routing)
                 async with aclosing(request) as answers:  # type: ignore[type-var]
                     async for part in answers:
                         answer = latest(answer, part)
@@ -239,11 +242,18 @@ class Service:
             raise RolloutError("the engine ended a request without an answer")
         sampling = effective_sampling(self.decoder, params.sampling)
         made = sample_from_response(answer, prompt, self.block_size, sampling, params.max_new_tokens, job.seed)
-        made.version_at_admission = admitted
+        made.stop_rules, made.version_at_admission = params.stop_rules, admitted
         made.version_at_completion = self.backend.version()
         if done is None:
             return made
-        return join_samples(done, made, self.backend.decode([*visible, *made.trace.replay_ids[: made.trace.visible]]))
+        ids = [*visible, *made.trace.replay_ids[: made.trace.visible].tolist()]
+        return join_samples(done, made, self._text(ids, answer["meta_info"].get("finish_reason") or {}))
+
+    def _text(self, ids: Sequence[int], reason: Mapping[str, Any]) -> str:
+        """What SGLang makes of a whole response: without special tokens, and without what ended it."""
+        matched = reason.get("matched")
+        text = self.backend.decode(ids[:-1] if isinstance(matched, int) else ids)
+        return text.partition(matched)[0] if isinstance(matched, str) else text
 
 
 @dataclass

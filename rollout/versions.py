@@ -1,4 +1,4 @@
-"""Versions this package is made for, and what is installed.
+"""Versions this package is made for, what is installed, and whether SGLang will find the plugin.
 
 The plugins hook into SGLang and verl by name, so that those two must be exact; the others must be what they were tested
 with, or their kernels and file formats differ.
@@ -6,6 +6,7 @@ with, or their kernels and file formats differ.
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -24,6 +25,9 @@ REQUIRED = {
 
 GPU_ONLY = ("flashinfer-python", "sglang-kernel")
 TRAINING_ONLY = ("verl",)
+
+PLUGIN = "dllm_rollout"
+"""Name of this package's plugin, as ``SGLANG_PLUGINS`` lists it."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,25 @@ def check_versions(device: str, training: bool = False) -> list[Version]:
             f"versions that do not fit: {listed}; install the pinned ones (uv sync) into this environment"
         )
     return found
+
+
+def check_plugin() -> None:
+    """Refuse an environment in which SGLang does not load this package's plugin.
+
+    Raises:
+        ConfigError: the package is not installed, or ``SGLANG_PLUGINS`` leaves the plugin out.
+    """
+    if PLUGIN not in {point.name for point in metadata.entry_points(group="sglang.srt.plugins")}:
+        raise ConfigError(
+            f"SGLang finds no plugin {PLUGIN!r}: this package is not installed in this environment (on a path only it "
+            "is no plugin); install it (uv sync, or pip install -e .)"
+        )
+    chosen = [name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()]
+    if chosen and PLUGIN not in chosen:
+        raise ConfigError(
+            f"SGLANG_PLUGINS={os.environ['SGLANG_PLUGINS']!r} leaves out {PLUGIN!r}, without which the engine logs "
+            "nothing; add it"
+        )
 
 
 def python_fits() -> bool:

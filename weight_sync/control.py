@@ -33,7 +33,7 @@ from weight_sync.messages import (
 )
 
 LOADER = "weight_sync.loader.load"
-"""Value of ``--custom-weight-loader`` and of ``load_format`` in update requests."""
+"""Our entry in ``--custom-weight-loader``, and the ``load_format`` of update requests."""
 
 DRAIN = "weight_sync.drain:"
 """Request id of a pause, followed by the seconds that running requests may take to end on their own."""

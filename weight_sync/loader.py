@@ -1,4 +1,4 @@
-"""Custom weight loader inside the engine: ``--custom-weight-loader weight_sync.loader.load``.
+"""Custom weight loader inside the engine; the plugin adds it to ``--custom-weight-loader``.
 
 Runs in every tensor-parallel worker. It never raises, because an exception there kills the scheduler; instead it
 keeps a status, which the plugin turns into the answer of the update request.

@@ -15,13 +15,30 @@ SGLang's internals; each hook is in the module of what it changes:
     refusals.py     400 instead of 500 where a request's content breaks a handler
     fence.py        closing the engine for a weight refresh
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
+    loading.py      no engine without all of these
 """
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Install all hooks; called once per process by SGLang's plugin loader."""
+    """Install all hooks; called once per process by SGLang's plugin loader.
+
+    Raises:
+        Exception: a hook cannot be installed. SGLang only logs it; an engine of this process then refuses to start.
+    """
+    from rollout.plugin import loading
+
+    try:
+        install()
+    except Exception as error:
+        loading.failed(error)
+        raise
+    loading.loaded()
+
+
+def install() -> None:
+    """Install the hooks of every module."""
     from rollout.plugin import (
         abort,
         algorithm,

@@ -7,10 +7,12 @@ a stop string lies in the same block. Here the earliest stop wins. The whole ter
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from rollout.params import RESUMED
 from rollout.plugin import metrics
 from rollout.plugin.blocklog import BlockRecord
 
@@ -57,19 +59,30 @@ def _attach_tail(req: Any) -> None:
     info[BLOCK_KEY][end - 1] = summary
 
 
+def _resumed(req: Any) -> Any:
+    """Tokens of the prompt that belong to the response and may hold the beginning of a stop string."""
+    count = (req.sampling_params.custom_params or {}).get(RESUMED, 0)
+    count = min(count, req.sampling_params.stop_str_max_len, len(req.origin_input_ids))
+    return array("q", req.origin_input_ids[len(req.origin_input_ids) - count :])
+
+
 def _string_stops(req: Any, fresh: int) -> list[tuple[int, Any]]:
     """(length, reason) of every stop string and pattern that ends the response; stock takes the first of its list."""
-    params, stops = req.sampling_params, []
+    params, stops, ids = req.sampling_params, [], req.output_ids
     strings, patterns = params.stop_strs, params.stop_regex_strs
+    before = _resumed(req) if strings else ids[:0]
     try:
+        if before:
+            req.output_ids = before + ids
         for one in [([s], []) for s in strings] + [([], [p]) for p in patterns]:
             params.stop_strs, params.stop_regex_strs = one
             req.finished_reason, req.finished_len = None, None
             # A pattern that cannot be compiled sets a reason without a match.
             if req._check_str_based_finish(fresh) or req.finished_reason is not None:
                 length = req.finished_len if req.finished_len is not None else len(req.output_ids)
-                stops.append((length, req.finished_reason))
+                stops.append((length - len(before), req.finished_reason))
     finally:
+        req.output_ids = ids
         params.stop_strs, params.stop_regex_strs = strings, patterns
     return stops
 

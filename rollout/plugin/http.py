@@ -9,11 +9,11 @@ from typing import Any
 
 from dllm.config import ConfigError
 from rollout.plugin.backend import service_of
+from rollout.plugin.loading import require
 from rollout.plugin.refusals import Refusals
 from rollout.requests import Model
 from rollout.routes import rollout_routes
 from rollout.service import Service
-from weight_sync.control import LOADER
 
 OPEN = ("/generate", "/info")
 """Routes of ours that need no admin key."""
@@ -69,6 +69,7 @@ def connect() -> tuple[Service, Model]:
         context_length=longest(manager),
         encode=lambda text: list(tokenizer.encode(text)),
         template=template,
+        decoder=service.decoder,
     )
     return service, model
 
@@ -92,18 +93,15 @@ def serve(argv: Sequence[str]) -> None:
     """Start SGLang's server with the rollout routes; returns when it ends.
 
     Raises:
-        ConfigError: the preflight refused; no process was started.
+        ConfigError: the preflight refused, or the plugin does not work; no process was started.
     """
-    from sglang.srt.plugins import load_plugins
-
-    load_plugins()
+    require()
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     given = list(argv)
-    for flag, value in (("--custom-weight-loader", LOADER), ("--grammar-backend", "none")):
-        if not any(part == flag or part.startswith(flag + "=") for part in given):
-            given += [flag, value]
+    if not any(part.partition("=")[0] == "--grammar-backend" for part in given):
+        given += ["--grammar-backend", "none"]
     args = prepare_server_args(given)
     if args.dllm_algorithm is None:
         raise ConfigError("--dllm-algorithm is not set; pass one, e.g. --dllm-algorithm SelectThenSample")

@@ -9,22 +9,19 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from dllm.config import ConfigError
-from rollout.params import check_prompt
-from rollout.protocol import STRUCTURED, RequestError, TokenId, parse
+from rollout.params import RESUMED, check_prompt
+from rollout.protocol import STRUCTURED, Count, RequestError, Seed, Share, Temperature, TokenId, TopK, TopP, parse
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Count = Annotated[int, Field(ge=0, lt=1 << 24)]
-
 
 class StockSampling(BaseModel):
     """SGLang's sampling parameters. It checks few types itself, and a wrong one can end its scheduler."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
-    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
     min_p: Share | None = None
     max_new_tokens: Count | None = None
     min_new_tokens: Count | None = None
@@ -36,7 +33,7 @@ class StockSampling(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    sampling_seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    sampling_seed: Seed | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -80,8 +77,17 @@ def check_sampling(params: Mapping[str, Any]) -> None:
                 "left to right, a block does not; remove it and check the answer instead"
             )
     for name, harmless in NEUTRAL.items():
-        if name in params and params[name] not in harmless and params[name] != {}:
+        if name in params and params[name] not in harmless and params[name] != {} and not _resumes(name, params[name]):
             raise ValueError(f"sampling_params.{name}: {params[name]!r} would be ignored by block diffusion; remove it")
+
+
+def _resumes(name: str, value: Any) -> bool:
+    """Whether this is the note of the rollout service on a response that goes on."""
+    return name == "custom_params" and isinstance(value, dict) and value.keys() == {RESUMED} and is_count(value[RESUMED])
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def check_request(manager: Any, request: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from dllm.config import BlockDiffusionConfig, resolve
 from rollout import preflight
+from rollout.plugin.loading import check_loaded
+from weight_sync.control import LOADER
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ def _dllm_config(original: Callable, server_args: Any) -> Any:
     """SGLang's ``DllmConfig`` from the checkpoint, the algorithm's YAML and the flags."""
     if server_args.dllm_algorithm is None:
         return None
+    check_loaded()
     from sglang.srt.dllm.config import DllmConfig
 
     options = preflight.read_algorithm_config(server_args.dllm_algorithm, server_args.dllm_algorithm_config)
@@ -41,13 +44,20 @@ def _dllm_config(original: Callable, server_args: Any) -> Any:
 
 
 def _before_server_args(server_args: Any) -> None:
-    """Run the preflight on the flags as the user gave them, and fill in the batch limit if it is unset."""
+    """Run the preflight on the flags as the user gave them, fill in what is unset, and add our weight loader."""
+    if server_args.dllm_algorithm is not None:
+        check_loaded()
     flags = {name: getattr(server_args, name, None) for name in preflight.FLAGS}
     report = preflight.check_server(flags)
     for name, value in report.effective.items():
         if name in preflight.FLAGS and flags.get(name) != value:
             setattr(server_args, name, value)
             logger.warning("preflight: %s = %r (%s)", name, value, report.reasons.get(name, "preflight"))
+    if server_args.dllm_algorithm is not None:
+        given = server_args.custom_weight_loader or []
+        loaders = [given] if isinstance(given, str) else list(given)
+        # Beside a user's own: an update request names the one it means.
+        server_args.custom_weight_loader = list(dict.fromkeys([*loaders, LOADER]))
 
 
 def _after_deterministic_config(result: Any, scheduler: Any) -> None:

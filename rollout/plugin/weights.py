@@ -23,7 +23,7 @@ def install(app: Any, server_args: Any, dtype: str | None = None) -> WeightServi
 
     Args:
         app: ``sglang.srt.entrypoints.http_server.app``.
-        server_args: SGLang's ``ServerArgs``, with ``--custom-weight-loader``.
+        server_args: SGLang's ``ServerArgs``.
         dtype: of the engine's weights, where ``server_args.dtype`` leaves it to the checkpoint.
 
     Raises:

@@ -11,8 +11,8 @@ from dllm.config import ConfigError
 from dllm.decoding import SamplingParams, decoder_class
 from rollout import preflight
 from rollout.engine import write_algorithm_config
+from rollout.params import StopRules
 from rollout.records import check_trainable, sample_from_response
-from weight_sync.control import LOADER
 
 NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0, "load_debug_rollouts": None}
 
@@ -71,7 +71,7 @@ def engine_flags(config: Any, model_path: str, config_file: str | None) -> dict[
     flags.pop("mem_fraction_static")
     if settings["routing_every"]:
         flags["enable_return_routed_experts"] = True
-    flags |= own | {"custom_weight_loader": [LOADER], "grammar_backend": "none"}
+    flags |= own | {"grammar_backend": "none"}
     if report.effective["device"] == "cpu":
         flags["enable_memory_saver"] = False
     return {name: value for name, value in flags.items() if value is not None}
@@ -89,6 +89,9 @@ def server_class() -> type:
                 from rollout.plugin.cpu import cpu_environment
 
                 os.environ.update(cpu_environment())
+            from rollout.plugin.loading import require
+
+            require()
             settings = decoder_settings(self.config.engine_kwargs or {})
             options = settings["options"]
             self._config_file: Path | None = write_algorithm_config(options) if options else None
@@ -164,6 +167,7 @@ def server_class() -> type:
             sample = sample_from_response(
                 output, prompt_ids, self.block_diffusion.block_size, sampling, limit, request.get("sampling_seed")
             )
+            sample.stop_rules = StopRules()
             check_trainable(sample.trace)
             versions = [int(v) if v.isdigit() else None for v in sample.trace.weight_versions]
             return TokenOutput(

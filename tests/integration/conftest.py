@@ -21,7 +21,6 @@ from rollout.engine import Engine
 from rollout.records import RolloutSample, sample_from_response
 from tests.integration.oracle import THRESHOLD, Case, TinyModel, make
 from tests.support import child_environment, threads
-from weight_sync.control import LOADER
 
 # Modules that share an engine run in one process, one after the other: an engine starts once.
 SHARED = {
@@ -143,7 +142,7 @@ class Server(ServerProcess):
             "dllm-algorithm": "SelectThenSample",
             "dllm-algorithm-config": options,
             "device": "cpu",
-            "custom-weight-loader": LOADER,
+            "custom-weight-loader": "somebody.elses.loader",
             "grammar-backend": "none",
             "log-level": "warning",
             "skip-server-warmup": None,

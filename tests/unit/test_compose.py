@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from dllm.config import ConfigError
 from dllm.decoding import DECODERS
 from recipes import grpo_llada2
-from recipes.compose import CONFIG_DIR, compose_config, decoder_overrides, resolve_run
+from recipes.compose import CONFIG_DIR, as_overrides, compose_config, resolve_run
 from recipes.summary import count_prompts
 from tests.support import DATA
 
@@ -397,21 +397,21 @@ class TestDecoderFlags:
 
     @pytest.mark.parametrize("name", ["SampleThenSelect", "FastDLLMv2"])
     def test_a_name_is_enough(self, tiny_dir, tmp_path, name):
-        given = decoder_overrides(["--dllm-algorithm", name, f"actor_rollout_ref.model.path={tiny_dir}"])
+        given = as_overrides(["--dllm-algorithm", name, f"actor_rollout_ref.model.path={tiny_dir}"])
         run = resolve_run([*given, f"recipe.output_dir={tmp_path}", "recipe.dry_run=true"], "cpu")
         assert run.config.actor_rollout_ref.rollout.engine_kwargs.sglang_dllm.algorithm == name
 
     def test_a_file_of_options(self, tmp_path):
         file = tmp_path / "options.yaml"
         file.write_text("tokens_per_step: 4\n")
-        given = decoder_overrides(
+        given = as_overrides(
             ["trainer.test_freq=3", "--dllm-algorithm=StaticSteps", "--dllm-algorithm-config", str(file)]
         )
         assert given == ["trainer.test_freq=3", "dllm.algorithm='StaticSteps'", "++dllm.options.tokens_per_step=4"]
 
     def test_a_third_party_and_its_file(self, tmp_path):
         name = "tests.unit.test_decoders:Rightmost"
-        assert decoder_overrides(["--dllm-algorithm", name]) == [f"dllm.algorithm='{name}'"]
+        assert as_overrides(["--dllm-algorithm", name]) == [f"dllm.algorithm='{name}'"]
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -425,8 +425,12 @@ class TestDecoderFlags:
         file = tmp_path / "options.yaml"
         file.write_text(content)
         with pytest.raises(ConfigError, match=message):
-            decoder_overrides(["--dllm-algorithm-config", str(file)])
+            as_overrides(["--dllm-algorithm-config", str(file)])
 
     def test_a_flag_without_its_value(self):
-        with pytest.raises(ConfigError, match="write --dllm-algorithm NAME"):
-            decoder_overrides(["--dllm-algorithm"])
+        with pytest.raises(ConfigError, match="--dllm-algorithm: expected one argument; the flags are .*NAME"):
+            as_overrides(["--dllm-algorithm"])
+
+    def test_a_flag_that_does_not_exist(self):
+        with pytest.raises(ConfigError, match="there is no flag --dllm-algoritm; the flags are .*--load-debug-rollouts DIR"):
+            as_overrides(["--dllm-algoritm", "SelectThenSample"])

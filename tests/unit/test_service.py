@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dllm.config import BlockDiffusionConfig
+from dllm.decoding import DECODERS, SamplingParams
 from dllm.noise import sample_seed
 from dllm.trace import PER_TOKEN, TraceError
 from rollout import wire
@@ -224,6 +226,66 @@ class TestRequests:
             self.jobs(**body)
         assert (caught.value.field, caught.value.status) == (field, 400)
         assert caught.value.body()["error"]["field"] == field
+
+
+class TestResumed:
+    """An aborted sample goes on by the rules that it was begun with; a difference is refused by name."""
+
+    BEGUN = GenerateParams(SamplingParams(0.5, 0.9), 40, ignore_eos=True, stop=["xyz"], stop_token_ids=[7])
+
+    @pytest.fixture(scope="class")
+    def line(self) -> dict[str, Any]:
+        async def go() -> dict[str, Any]:
+            made, _ = service(tick=0.01)
+            (event,) = await made.collect(jobs(1), self.BEGUN, deadline=0.05)
+            return event.result.to_line()
+
+        return run(go())
+
+    def jobs_of(self, line: dict[str, Any], decoder: type | None = None, **changes: Any) -> list[Job]:
+        asked = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 40, "ignore_eos": True, "stop": ["xyz"]}
+        body = {"prompts": [{"resume": [line]}], "sampling_params": asked | {"stop_token_ids": [7]} | changes}
+        return jobs_of(parse(RolloutRequest, body), replace(MODEL, decoder=decoder))[0]
+
+    def test_the_same_rules(self, line):
+        assert line["finish_reason"] == "abort" and line["sampling_params"]["stop"] == ["xyz"]
+        (job,) = self.jobs_of(line, max_new_tokens=60)
+        assert job.resume.stop_rules == self.BEGUN.stop_rules and job.seed == 0
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"temperature": 1}, r"temperature: is 0.5, the request's is 1.0; a response has one from end to end"),
+            ({"top_p": 1}, "top_p: is 0.9"),
+            ({"top_k": 4}, "top_k: is -1"),
+            ({"min_p": 0.5}, "min_p: is 0.0"),
+            ({"ignore_eos": False}, "ignore_eos: is True, the request's is False"),
+            ({"stop": []}, r"stop: is \['xyz'\], the request's is \[\]"),
+            ({"stop_token_ids": [7, 8]}, r"stop_token_ids: is \[7\], the request's is \[7, 8\]"),
+        ],
+    )
+    def test_a_difference_is_named(self, line, changes, message):
+        with pytest.raises(RequestError, match=message) as caught:
+            self.jobs_of(line, **changes)
+        assert caught.value.field == f"prompts.0.resume.0.sampling_params.{next(iter(changes))}"
+
+    def test_a_line_that_does_not_say(self, line):
+        told = {name: value for name, value in line["sampling_params"].items() if name != "ignore_eos"}
+        with pytest.raises(RequestError, match="sampling_params: has no ignore_eos, stop and stop_token_ids; send the"):
+            self.jobs_of(line | {"sampling_params": told})
+
+    def test_a_greedy_decoder_ignores_the_temperature(self, line):
+        """Its samples say 0, whatever the request asks for."""
+        cold = line | {"sampling_params": line["sampling_params"] | {"temperature": 0.0}}
+        assert len(self.jobs_of(cold, DECODERS["LowConfidence"])) == 1
+        with pytest.raises(RequestError, match="temperature: is 0.0, the request's is 0.5"):
+            self.jobs_of(cold)
+
+    def test_the_whole_text_ends_at_the_stop(self):
+        made, _ = service()
+        assert made._text([1, 2, 3, 4], {"type": "stop", "matched": "23"}) == "1"
+        assert made._text([1, 2, 3], {"type": "stop", "matched": 3}) == "12"
+        assert made._text([1, 2, 3], {"type": "length"}) == "123"
 
 
 class TestWire:
