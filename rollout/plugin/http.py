@@ -19,6 +19,10 @@ OPEN = ("/generate", "/info")
 """Routes of ours that need no admin key."""
 
 
+UNMARKED = ("/set_trace_level", "/load_lora_adapter_from_tensors")
+"""Routes of SGLang that need the administrator's rights and ask for none."""
+
+
 def is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -84,6 +88,9 @@ def install(app: Any, args: Any) -> None:
     for route in router.routes:
         if not route.path.endswith(OPEN):  # type: ignore[attr-defined]
             auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint.__func__)  # type: ignore[attr-defined]
+    for route in app.routes:
+        if getattr(route, "path", None) in UNMARKED:
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
     # Not include_router: SGLang's check of keys looks at the application's own routes, and would find none in a router.
     app.router.routes.extend(router.routes)
     app.add_middleware(Refusals)
