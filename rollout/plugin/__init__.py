@@ -13,6 +13,7 @@ SGLang's internals; each hook is in the module of what it changes:
     version.py      which weights a block was decoded with
     requests.py     requests that are refused on every endpoint
     refusals.py     400 instead of 500 where a request's content breaks a handler
+    keys.py         settings told without the server's keys
     fence.py        closing the engine for a weight refresh
     cpu.py          what SGLang's CPU engine lacks for LLaDA2
     loading.py      no engine without all of these
@@ -45,6 +46,7 @@ def install() -> None:
         cpu,
         fence,
         finish,
+        keys,
         metrics,
         prefill,
         refusals,
@@ -66,6 +68,7 @@ def install() -> None:
         fence,
         requests,
         refusals,
+        keys,
         metrics,
         cpu,
     ):

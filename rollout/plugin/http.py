@@ -78,6 +78,23 @@ def connect() -> tuple[Service, Model]:
     return service, model
 
 
+def guard(app: Any) -> None:
+    """Make all of SGLang's administrative routes ask for the key.
+
+    Two are not marked. Those of included routers are, but its check of keys looks at the application's own routes only:
+    they come first once more, where it sees them.
+    """
+    from sglang.srt.utils.auth import AuthLevel, auth_level
+
+    for route in app.routes:
+        if getattr(route, "path", None) in UNMARKED:
+            auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
+    included = [
+        route for part in app.routes if hasattr(part, "original_router") for route in part.original_router.routes
+    ]
+    app.router.routes[:0] = [route for route in included if hasattr(route.endpoint, "_auth_level")]
+
+
 def install(app: Any, args: Any) -> None:
     """Add the rollout routes to SGLang's application, before it is started."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -88,9 +105,7 @@ def install(app: Any, args: Any) -> None:
     for route in router.routes:
         if not route.path.endswith(OPEN):  # type: ignore[attr-defined]
             auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint.__func__)  # type: ignore[attr-defined]
-    for route in app.routes:
-        if getattr(route, "path", None) in UNMARKED:
-            auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)
+    guard(app)
     # Not include_router: SGLang's check of keys looks at the application's own routes, and would find none in a router.
     app.router.routes.extend(router.routes)
     app.add_middleware(Refusals)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -96,6 +97,50 @@ def test_a_push_gives_the_tokens_of_the_other_checkpoint(sessions, tiny, mask_li
         sums.add(name, tensor)
     assert sessions.client().state()["checksum"] == f"{sums.value():016x}", "bit for bit what is in the checkpoint"
     assert f"checksum {sums.value():016x}" in pushed.stdout
+
+
+OPEN = {
+    "/", "/api/chat", "/api/generate", "/api/show", "/api/tags", "/classify", "/close_session", "/encode",
+    "/generate", "/get_load", "/get_model_info", "/get_server_info", "/get_weight_version", "/health",
+    "/health_generate", "/invocations", "/model_info", "/open_session", "/parse_function_call", "/ping",
+    "/rollout/generate", "/rollout/info", "/separate_reasoning", "/server_info", "/v1/audio/transcriptions",
+    "/v1/chat/completions", "/v1/classify", "/v1/completions", "/v1/detokenize", "/v1/embeddings", "/v1/loads",
+    "/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/v1/models/{model}", "/v1/rerank", "/v1/responses",
+    "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel", "/v1/score", "/v1/tokenize",
+    "/vertex_generate", "/weight_version",
+}  # fmt: skip
+"""What anyone may do who may decode. Everything else needs the administrator's key."""
+
+
+def guarded(paths: dict[str, Any]) -> list[tuple[str, str]]:
+    """(method, path) of the routes of an OpenAPI description that must not be open."""
+    filled = {
+        path: path.replace("{index}", "0").replace("{", "").replace("}", "") for path in paths if path not in OPEN
+    }
+    return [(method.upper(), filled[path]) for path in filled for method in paths[path]]
+
+
+def test_every_administrative_route_needs_the_key(sessions):
+    """SGLang's and ours: a route that is neither open by name nor closed fails this."""
+    http = sessions.server.client
+    routes = guarded(http.get("/openapi.json").json()["paths"])
+    assert {("POST", "/update_weights_from_disk"), ("GET", "/start_profile"), ("POST", "/scale_elastic_ep")} <= set(
+        routes
+    )
+    assert {("POST", "/abort_request"), ("GET", "/flush_cache"), ("GET", "/weights/v1/state")} <= set(routes)
+    for headers in ({}, {"Authorization": "Bearer another"}):
+        answers = {route: http.request(*route, headers=headers).status_code for route in routes}
+        assert set(answers.values()) == {401}, {route for route, status in answers.items() if status != 401}
+    allowed = {"Authorization": f"Bearer {KEY}"}
+    for method, path, body in (
+        ("GET", "/weights/v1/state", None),
+        ("POST", "/rollout/abort", {"rid": "nobody"}),
+        ("POST", "/abort_request", {"rid": "nobody"}),
+    ):
+        assert http.request(method, path, json=body, headers=allowed).status_code == 200, path
+    for path in ("/server_info", "/get_server_info"):
+        told = http.get(path).json()
+        assert KEY not in json.dumps(told) and told["admin_api_key"] == "***"
 
 
 def test_a_prompt_in_the_radix_cache_gives_the_new_tokens(sessions, tiny, mask_likely):
