@@ -38,7 +38,7 @@ from dllm.models.base import BlockDiffusionLM
 from dllm.models.checkpoint import load_model
 from dllm.trace import RolloutTrace
 from rollout.verl.server import decoder_settings
-from trainers.flips import MEASURE, logged_routing, recorded_routing, router_flips, schedule_probe, with_flips
+from trainers.flips import MEASURE, NO_FLIPS, logged_routing, recorded_routing, router_flips, schedule_probe, with_flips
 from trainers.losses import loss_inputs
 from trainers.objective import check_subsampling
 
@@ -126,11 +126,11 @@ class BlockDiffusionFSDPEngine(FSDPEngineWithLMHead):
         with autocast:
             if forward_only:
                 self.module.record_router_gaps(True)
-            wanted = int(tu.get_non_tensor_data(data=micro_batch, key=MEASURE, default=0))
-            measure = wanted if forward_only and exact else 0
+            wanted = int(tu.get_non_tensor_data(data=micro_batch, key=MEASURE, default=NO_FLIPS))
+            measure = forward_only and exact and wanted != NO_FLIPS
             probe, decoder = None, self.decoder if measure else None
             if decoder is not None:
-                probe = schedule_probe(batch, traces, decoder, sampling, measure)
+                probe = schedule_probe(batch, traces, decoder, sampling, wanted)
             head = with_flips(target_head(batch, sampling, self._mask_id, entropy), probe)
             routing = logged_routing(rows, micro_batch) if measure else []
             with recorded_routing(self.module, batch, any(r is not None for r in routing)) as hashes:

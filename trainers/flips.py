@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 MEASURE = "dllm_measure_states"
 """Key of a batch's non-tensor data: measure flips, those of the schedule on at most so many states a micro-batch."""
 
+NO_FLIPS = -1
+"""Its value where nothing is measured; at 0 the routers are."""
+
 Head = Callable[[Tensor, nn.Linear], Any]
 
 

@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from rollout.records import write_parquet
 from rollout.verl.agent_loop import ERROR_TAG, LINE, REWARD_SECONDS, saved_rollouts
 from rollout.verl.server import decoder_settings
-from trainers.flips import MEASURE
+from trainers.flips import MEASURE, NO_FLIPS
 from trainers.metrics import gate_excess, refresh_metrics, reward_metrics, step_metrics, validation_metrics
 from trainers.samples import log_samples
 from trainers.schedule import threshold_of
@@ -133,11 +133,11 @@ class BlockDiffusionTrainer(PPOTrainerSync):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict) -> Any:
         self.listener("phase", {"name": "log-probs"})
-        every, states = self.config.dllm.measure_every, self.config.dllm.measure_states
-        measured = self.exact and every > 0 and (self.global_steps - 1) % every == 0
-        batch.extra_info[MEASURE] = states if measured else 0
+        asked = self.config.dllm
+        due = asked.measure_every > 0 and (self.global_steps - 1) % asked.measure_every == 0
+        self.measured = self.exact and due and asked.measure_states + asked.measure_routing > 0
+        batch.extra_info[MEASURE] = asked.measure_states if self.measured else NO_FLIPS
         batch = super()._compute_old_log_prob(batch, metrics)
-        self.measured = measured and states > 0
         self.step_lines = self.rollout_lines(batch)
         ours = step_metrics(self.step_lines, self.threshold) | reward_metrics(self.reward_seconds)
         metrics.update(ours)

@@ -24,7 +24,7 @@ from dllm.models.checkpoint import load_model
 from dllm.reference import decode
 from dllm.trace import RolloutTrace
 from tests.support import sampling_batch, threads, verl_on_cpu, write_tiny_model
-from trainers.flips import MEASURE, recorded_routing
+from trainers.flips import MEASURE, NO_FLIPS, recorded_routing
 
 BLOCK = 8
 
@@ -521,6 +521,11 @@ class TestMeasuredFlips:
         values = torch.cat(made["schedule_flip"])
         assert 0 < int((values > 0).sum()) < len(values) and not (values > 1).any()
         assert not torch.cat(made["router_flip"]).any(), "no experts were recorded"
+
+    def test_no_states_leaves_the_routers(self, verl, engine, traces, experts):
+        made = self.measured(verl, engine(TOLD), traces, states=0, dllm_routing=self.column(verl, traces, experts))
+        assert not torch.cat(made["schedule_flip"]).any() and (torch.cat(made["router_flip"]) == 1).all()
+        assert "router_flip" not in self.measured(verl, engine(TOLD), traces, states=NO_FLIPS)
 
     def test_without_a_decoder_or_a_replay_no_schedule_is_measured(self, verl, engine, traces):
         made = self.measured(verl, engine({"likelihood": "exact"}), traces)
