@@ -172,7 +172,11 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
     if recipe.load_debug_rollouts is not None:
         _check_saved(config, recipe.load_debug_rollouts)
     train_files, val_files = task_files(config, recipe)
-    if not recipe.dry_run:
+    if recipe.dry_run and not _is_built(config, recipe):
+        report.notes.append(
+            "prompts are not built yet: whether they fit data.max_prompt_length is checked at the start"
+        )
+    else:
         _check_prompts(config, [train_files, val_files])
     with open_dict(config):
         config.data.train_files, config.data.val_files = train_files, val_files
@@ -294,6 +298,12 @@ def _check_objective(config: DictConfig, dllm: DllmSettings) -> None:
     )
 
 
+def _is_built(config: DictConfig, recipe: RecipeSettings) -> bool:
+    from recipes.tasks.build import is_built
+
+    return is_built(OmegaConf.to_container(config.task, resolve=True), recipe.cache_dir)
+
+
 def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str | list[str], str | list[str]]:
     """Paths of the train and held-out prompts; prompts of a generator are built on a real start only.
 
@@ -304,6 +314,6 @@ def task_files(config: DictConfig, recipe: RecipeSettings) -> tuple[str | list[s
 
     task: dict[str, Any] = OmegaConf.to_container(config.task, resolve=True)
     check_task(task)
-    if recipe.dry_run:
+    if recipe.dry_run and not _is_built(config, recipe):
         return f"<{task['name']}: train>", f"<{task['name']}: held-out>"
     return build(task, Path(recipe.cache_dir))

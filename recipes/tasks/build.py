@@ -51,6 +51,16 @@ def build(config: Mapping[str, Any], cache_dir: str | Path) -> tuple[str | list[
     return train, held_out
 
 
+def is_built(config: Mapping[str, Any], cache_dir: str | Path) -> bool:
+    """Whether the files of the config group ``task`` exist, so that ``build`` would only read them."""
+    task = check_task(config)
+    return isinstance(task, ParquetTask) or _folder(task, cache_dir).is_dir()
+
+
+def _folder(task: ReasoningGymTask, cache_dir: str | Path) -> Path:
+    return Path(cache_dir) / f"{task.name}-{task.key}"
+
+
 def build_task(task: Task, cache_dir: str | Path) -> TaskFiles:
     """The parquet files of ``task``: read from the cache if they were built before, built otherwise.
 
@@ -62,7 +72,7 @@ def build_task(task: Task, cache_dir: str | Path) -> TaskFiles:
     if isinstance(task, ParquetTask):
         _check_disjoint(task)
         return TaskFiles(train=list(task.train_files), val=list(task.val_files), sft=[])
-    folder = Path(cache_dir) / f"{task.name}-{task.key}"
+    folder = _folder(task, cache_dir)
     if not folder.is_dir():
         _build(task, folder)
     sft = [str(folder / "sft.parquet")] if task.sft_size else []

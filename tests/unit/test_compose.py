@@ -385,8 +385,14 @@ class TestPromptLengths:
         with pytest.raises(ConfigError, match=message) as refusal:
             resolve_run(given, "cpu")
         remedy = re.search(r"set (data.max_prompt_length=\d+)", str(refusal.value))[1]
+        with pytest.raises(ConfigError, match=message):
+            resolve_run([*given, "recipe.dry_run=true"], "cpu")
         run = resolve_run([*given, remedy], "cpu")
         assert remedy == f"data.max_prompt_length={run.config.data.max_prompt_length}"
+
+    def test_a_dry_run_says_what_it_did_not_check(self, tiny_dir, tmp_path):
+        run = resolve_run(self.arguments(tiny_dir, tmp_path, "task=gcd", "recipe.dry_run=true"), "cpu")
+        assert "prompts are not built yet" in run.report.describe() and not (tmp_path / "cache").exists()
 
     def test_prompts_that_verl_drops_are_not_refused(self, tiny_dir, tmp_path):
         resolve_run(self.arguments(tiny_dir, tmp_path, "task=gcd", "data.filter_overlong_prompts=true"), "cpu")
