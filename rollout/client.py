@@ -32,11 +32,17 @@ def sampling_fields(params: GenerateParams) -> dict[str, Any]:
     return params.to_sglang(None) | {"stop": list(params.stop), "stop_token_ids": list(params.stop_token_ids)}
 
 
+def bearer(key: str | None) -> dict[str, str]:
+    """The header that shows a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class Client:
     """A rollout server.
 
     Args:
         url: its address, e.g. ``http://127.0.0.1:30000``.
+        api_key: the server's ``--api-key``, if it has one.
         admin_key: the server's ``--admin-api-key``; needed for ``abort`` if it has one.
         timeout: seconds until a request is given up.
 
@@ -44,9 +50,11 @@ class Client:
         ConfigError: nothing answers there, or it is no rollout server.
     """
 
-    def __init__(self, url: str, *, admin_key: str | None = None, timeout: float = 3600.0) -> None:
-        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self.url = url.rstrip("/")
+    def __init__(
+        self, url: str, *, api_key: str | None = None, admin_key: str | None = None, timeout: float = 3600.0
+    ) -> None:
+        headers = bearer(api_key)
+        self.url, self._admin = url.rstrip("/"), bearer(admin_key or api_key)
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout, connect=10.0))
         try:
             answer = self._http.get("/rollout/info")
@@ -127,7 +135,7 @@ class Client:
 
     def abort(self, rid: str) -> list[list[RolloutSample]]:
         """End a request at its next block boundaries; what it had decoded, empty if it is unknown or complete."""
-        return self._samples(self._post("/rollout/abort", {"rid": rid}))
+        return self._samples(self._post("/rollout/abort", {"rid": rid}, self._admin))
 
     def close(self) -> None:
         self._http.close()
@@ -152,8 +160,8 @@ class Client:
         body = {"prompts": prompts, "n": n, "sampling_params": sampling_fields(params), "seed": seed, "step": step}
         return body | {"rid": rid, "deadline_s": deadline, "routing": params.routing}
 
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        headers = {"Accept": wire.MSGPACK, "Content-Type": wire.MSGPACK}
+    def _post(self, path: str, body: dict[str, Any], more: Mapping[str, str] | None = None) -> dict[str, Any]:
+        headers = {"Accept": wire.MSGPACK, "Content-Type": wire.MSGPACK} | dict(more or {})
         answer = self._http.post(path, content=wire.encode_msgpack(body), headers=headers)
         if answer.status_code != 200:
             raise refusal(answer)

@@ -18,9 +18,9 @@ import yaml
 
 from dllm.config import load_hf_config
 from rollout import preflight
-from rollout.params import GenerateParams, check_prompt, content_seed, content_seeds, greedy
+from rollout.params import GenerateParams, check_prompt, content_seed, greedy
 from rollout.records import RolloutError, RolloutSample
-from rollout.service import Event, Finished, Job
+from rollout.service import Event, Finished, Job, events_in, jobs_by_content
 
 __all__ = ["Engine", "GenerateParams", "check_prompt", "content_seed", "greedy", "write_algorithm_config"]
 
@@ -143,16 +143,7 @@ class Engine:
             ConfigError: a prompt cannot be taken.
         """
         jobs, params = self._jobs(prompts, params, n, seed)
-        events = self.service.events(jobs, params, rid=rid, blocks=True)
-        run = self.sglang.loop.run_until_complete
-        try:
-            while True:
-                try:
-                    yield run(anext(events))
-                except StopAsyncIteration:
-                    return
-        finally:
-            run(events.aclose())  # type: ignore[attr-defined]
+        yield from events_in(self.sglang.loop, self.service.events(jobs, params, rid=rid, blocks=True))
 
     def abort(self, rid: str) -> None:
         """End a stream at its next block boundaries, from any thread; nothing happens if there is none."""
@@ -163,11 +154,7 @@ class Engine:
     ) -> tuple[list[Job], GenerateParams]:
         for prompt in prompts:
             check_prompt(prompt, self.block_diffusion.mask_id, self.vocab_size)
-        seeds: Sequence[Sequence[int | None]] = [[None] * n] * len(prompts)
-        if seed is not None:
-            seeds = content_seeds(seed, prompts, n)
-        jobs = [Job(i, j, prompt, seeds[i][j]) for i, prompt in enumerate(prompts) for j in range(n)]
-        return jobs, params or GenerateParams()
+        return jobs_by_content(prompts, n, seed), params or GenerateParams()
 
     async def _collect(
         self, jobs: Sequence[Job], params: GenerateParams, prompts: int, n: int, on_sample: OnSample | None

@@ -135,6 +135,15 @@ def join_samples(first: RolloutSample, then: RolloutSample, text: str | None = N
     )
 
 
+def edits_of(blocks: Sequence[Mapping[str, Any]], first: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
+    """(block, step, position, token before, token after) of every edit in summaries of blocks from the ``first`` on."""
+    return [
+        (first + index, step, (first + index) * block_size + column, old, new)
+        for index, block in enumerate(blocks)
+        for step, column, old, new in block.get("edits", [])
+    ]
+
+
 def sample_from_response(
     response: Mapping[str, Any],
     prompt_ids: Sequence[int],
@@ -164,12 +173,7 @@ def sample_from_response(
     tail = tail or {"ids": [], **{name: [] for name in PER_TOKEN}}
     values = {name: list(meta.get(_PREFIX + name, [])) + list(tail[name]) for name in PER_TOKEN}
     select = [block.get("select_logprob", []) for block in blocks]
-    first_block = len(prompt_ids) // block_size
-    edits = [
-        (first_block + index, step, (first_block + index) * block_size + column, old, new)
-        for index, block in enumerate(blocks)
-        for step, column, old, new in block.get("edits", [])
-    ]
+    edits = edits_of(blocks, len(prompt_ids) // block_size, block_size)
     trace = RolloutTrace(
         prompt_ids=np.asarray(prompt_ids, dtype=np.int32),
         replay_ids=np.asarray(visible_ids + list(tail["ids"]), dtype=np.int32),

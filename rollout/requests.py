@@ -130,13 +130,14 @@ def _resumed(request: RolloutRequest, index: int, model: Model) -> list[RolloutS
 def _check_goes_on(sample: RolloutSample, params: GenerateParams, model: Model, field: str) -> None:
     """Refuse to go on with a response by other rules than it was begun with."""
     if sample.stop_rules is None:
-        raise RequestError(field, "has no ignore_eos, stop and stop_token_ids; send the sample as the server answered it")
+        raise RequestError(field, "has no ignore_eos, stop and stop_token_ids; send the sample as it was answered")
     before = vars(sample.trace.sampling) | sample.stop_rules.to_dict()
     now = vars(effective_sampling(model.decoder, params.sampling)) | params.stop_rules.to_dict()
     for name, value in now.items():
         if before[name] != value:
             raise RequestError(
-                f"{field}.{name}", f"is {before[name]!r}, the request's is {value!r}; a response has one from end to end"
+                f"{field}.{name}",
+                f"is {before[name]!r}, the request's is {value!r}; a response keeps what it began with",
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from dllm.config import BlockDiffusionConfig
 from dllm.decoding.sampling import effective_sampling
 from dllm.trace import PER_TOKEN
-from rollout.params import RESUMED, GenerateParams
-from rollout.records import RolloutError, RolloutSample, join_samples, sample_from_response
+from rollout.params import RESUMED, GenerateParams, content_seeds
+from rollout.records import RolloutError, RolloutSample, edits_of, join_samples, sample_from_response
 
 RESEND = 0.2
 """Seconds between two abort messages: SGLang forgets one that arrives before its request."""
@@ -58,7 +58,7 @@ class Block:
 
     Attributes:
         fields: ``output_ids`` and the per-token fields of a rollout line; ``text``; ``steps_per_block`` and
-            ``weight_versions``, one entry per block.
+            ``weight_versions``, one entry per block; ``tail`` of the terminal block and ``edits`` where there are any.
     """
 
     prompt: int
@@ -218,7 +218,7 @@ class Service:
         name = f"{run.name}/{job.prompt}/{job.sample}."
         admitted = self.backend.version()
         answer: dict[str, Any] | None = None
-        sent = Progress()
+        sent = Progress(len(prompt) // self.block_size, self.block_size)
         if run.aborted:
             answer = {"output_ids": [], "text": "", "meta_info": {"finish_reason": {"type": "abort"}}}
         else:
@@ -256,10 +256,33 @@ class Service:
         return text.partition(matched)[0] if isinstance(matched, str) else text
 
 
+def jobs_by_content(prompts: Sequence[Sequence[int]], n: int, seed: int | None) -> list[Job]:
+    """``n`` samples of every prompt, with seeds that follow from the prompts; None leaves the seeds to the engine."""
+    seeds: Sequence[Sequence[int | None]] = [[None] * n] * len(prompts)
+    if seed is not None:
+        seeds = content_seeds(seed, prompts, n)
+    return [Job(i, j, prompt, seeds[i][j]) for i, prompt in enumerate(prompts) for j in range(n)]
+
+
+def events_in(loop: asyncio.AbstractEventLoop, events: AsyncIterator[Event]) -> Iterator[Event]:
+    """The events, one by one, in a loop that does not run otherwise; closing the iterator aborts what is left."""
+    try:
+        while (event := loop.run_until_complete(anext(events, None))) is not None:  # type: ignore[arg-type]
+            yield event
+    finally:
+        loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
+
+
 @dataclass
 class Progress:
-    """How much of a streamed answer has been passed on."""
+    """How much of a streamed answer has been passed on.
 
+    Attributes:
+        first_block: the block that the prompt ends in, on the absolute grid of ``block_size``.
+    """
+
+    first_block: int
+    block_size: int
     tokens: int = 0
     characters: int = 0
     blocks: int = 0
@@ -272,8 +295,13 @@ class Progress:
         log = [block for block in meta.get("dllm_block", []) if block is not None]
         new = {"output_ids": list(ids[self.tokens :]), "text": text[self.characters :]}
         new |= {name: list(meta.get(f"dllm_{name}", []))[self.tokens : len(ids)] for name in PER_TOKEN}
-        new["steps_per_block"] = [int(block["steps"]) for block in log[self.blocks :]]
-        new["weight_versions"] = [str(block["weight_version"]) for block in log[self.blocks :]]
+        fresh = log[self.blocks :]
+        new["steps_per_block"] = [int(block["steps"]) for block in fresh]
+        new["weight_versions"] = [str(block["weight_version"]) for block in fresh]
+        if edits := edits_of(fresh, self.first_block + self.blocks, self.block_size):
+            new["edits"] = [list(edit) for edit in edits]
+        if fresh and "tail" in fresh[-1]:
+            new["tail"] = fresh[-1]["tail"]
         self.tokens, self.characters, self.blocks = len(ids), len(text), len(log)
         return new
 

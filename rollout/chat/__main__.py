@@ -25,11 +25,13 @@ from rich.text import Text
 from dllm.config import ConfigError, resolve
 from dllm.decoding import SamplingParams
 from rollout.chat.blocks import NoLog, committed
-from rollout.chat.source import LocalSource, ServerSource, Source
+from rollout.chat.source import Address, Source
 from rollout.chat.view import BlockView
-from rollout.engine import Engine, GenerateParams
+from rollout.engine import Engine
 from rollout.generate import load_tokenizer
-from rollout.records import RolloutError
+from rollout.params import GenerateParams
+from rollout.records import RolloutError, RolloutSample
+from rollout.service import Finished
 from rollout.viewer.tokens import TokenTexts
 
 FRAMES_PER_SECOND = 20
@@ -56,39 +58,42 @@ class Chat:
         self.view = BlockView(TokenTexts(self.tokenizer))
 
     def ask(self, message: str) -> str:
-        """Show the answer to a message being decoded, and return it.
+        """Show the answer to a message being decoded, and return it; a message without an answer is forgotten.
 
         Raises:
             RolloutError: the engine failed the request.
+            ConfigError: the engine cannot take the conversation.
             NoLog: the engine logs no reveal steps.
         """
-        self.messages.append({"role": "user", "content": message})
-        text = self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
+        asked = [*self.messages, {"role": "user", "content": message}]
+        text = self.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
         prompt = self.tokenizer(text, add_special_tokens=False).input_ids
-        shown, steps, tokens, answer = Text(), 0, 0, ""
         with Live(console=self.console, refresh_per_second=FRAMES_PER_SECOND, transient=False) as live:
-            seen = 0
-            for made in self.source.stream(prompt, self.params, self.seed):
-                blocks = committed(made, len(prompt), self.block_size)
-                for block in blocks[seen:]:
-                    for frame in self.view.frames(block):
-                        live.update(shown + frame, refresh=True)
-                        time.sleep(self.pause)
-                    shown, steps, tokens = (
-                        shown + self.view.finished(block),
-                        steps + block.steps,
-                        tokens + len(block.ids),
-                    )
-                seen, answer = len(blocks), made.get("text") or ""
-                reason = made["meta_info"].get("finish_reason") or {}
-            live.update(shown, refresh=True)
-        if reason.get("type") == "abort":
-            raise RolloutError(str(reason.get("message") or reason))
+            answer = self._show(prompt, live)
+        tokens, steps = len(answer.trace.replay_ids), sum(answer.trace.steps_per_block)
         self.console.print(
-            f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.1f} a step ({reason.get('type')})", style="dim"
+            f"{tokens} tokens in {steps} steps, {tokens / max(1, steps):.1f} a step ({answer.finish_reason})",
+            style="dim",
         )
-        self.messages.append({"role": "assistant", "content": answer})
-        return answer
+        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        return answer.text
+
+    def _show(self, prompt: list[int], live: Live) -> RolloutSample:
+        """Replay every block when it is committed; the whole response."""
+        shown, position = Text(), len(prompt)
+        for event in self.source.stream([prompt], self.params, seed=self.seed):
+            if isinstance(event, Finished):
+                if isinstance(event.result, RolloutError):
+                    raise event.result
+                return event.result
+            for block in committed(event.fields, position, self.block_size):
+                for frame in self.view.frames(block):
+                    live.update(shown + frame, refresh=True)
+                    time.sleep(self.pause)
+                shown += self.view.finished(block)
+                live.update(shown, refresh=True)
+            position += len(event.fields["output_ids"])
+        raise RolloutError("the engine ended the request without an answer")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -98,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     where = p.add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", help="Hugging Face checkpoint directory; starts an engine")
     where.add_argument("--url", help="address of a running server")
+    p.add_argument("--api-key", help="of the server, if it has one")
     p.add_argument("--tokenizer", help="directory of the tokenizer and config.json; default: the model's")
     p.add_argument("--message", action="append", help="say this and end, instead of asking; may be repeated")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -118,15 +124,17 @@ def open_chat(args: argparse.Namespace, console: Console) -> Chat:
     """
     if args.steps_per_second <= 0:
         raise ConfigError(f"steps_per_second={args.steps_per_second} is not positive; use e.g. 20")
+    params = GenerateParams(SamplingParams(args.temperature), args.max_new_tokens)
     source: Source
     if args.url:
-        source = ServerSource(args.url)
-        path = args.tokenizer or source.model_path()
+        address = Address(args.url, args.api_key)
+        path = args.tokenizer or address.tokenizer_path
         if not Path(path).is_dir():
             raise ConfigError(f"the server's model {path!r} is not on this machine; pass --tokenizer DIR")
-        block_size = resolve(path).block_size
+        tokenizer, diffusion = load_tokenizer(path, args.trust_remote_code), resolve(path)
+        source, block_size = address.source(tokenizer, diffusion), diffusion.block_size
     else:
-        path = args.tokenizer or args.model_path
+        tokenizer = load_tokenizer(args.tokenizer or args.model_path, args.trust_remote_code)
         with console.status("starting the engine"):
             engine = Engine(
                 args.model_path,
@@ -134,9 +142,7 @@ def open_chat(args: argparse.Namespace, console: Console) -> Chat:
                 device=args.device,
                 trust_remote_code=args.trust_remote_code,
             )
-        source, block_size = LocalSource(engine), engine.block_diffusion.block_size
-    params = GenerateParams(SamplingParams(args.temperature), args.max_new_tokens)
-    tokenizer = load_tokenizer(path, args.trust_remote_code)
+        source, block_size = engine, engine.block_diffusion.block_size
     return Chat(source, tokenizer, block_size, params, console, 1 / args.steps_per_second, args.seed)
 
 
@@ -154,8 +160,8 @@ def talk(chat: Chat) -> None:
         elif message:
             try:
                 chat.ask(message)
-            except RolloutError as error:
-                chat.console.print(f"error: {error}", style="red")
+            except (RolloutError, ConfigError) as error:
+                chat.console.print(f"error: {error}", style="red", markup=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

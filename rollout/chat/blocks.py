@@ -1,12 +1,10 @@
-"""Committed blocks of an answer under way, and the states that each went through."""
+"""Committed blocks of a response under way, and the states that each went through."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-_PREFIX = "dllm_"
 
 
 class NoLog(RuntimeError):
@@ -47,33 +45,36 @@ class Block:
             yield shown
 
 
-def committed(answer: Mapping[str, Any], prompt_len: int, block_size: int) -> list[Block]:
-    """Finished blocks of SGLang's answer so far, of a stream whose chunks are cumulative.
+def committed(fields: Mapping[str, Any], start: int, block_size: int) -> list[Block]:
+    """The blocks of a stream's event (``rollout.service.Block.fields``).
+
+    Args:
+        start: position of its first token, counted from the beginning of the prompt.
 
     Raises:
         NoLog: there are tokens and no log.
     """
-    meta, ids = answer["meta_info"], list(answer["output_ids"])
-    summaries = list(meta.get(_PREFIX + "block", []))
-    if ids and not summaries:
+    shown = len(fields["output_ids"])
+    if shown and not fields["steps_per_block"]:
         raise NoLog(
             "the engine logs no reveal steps; start it with this package installed and one of its decoders "
             "(--dllm-algorithm SelectThenSample)"
         )
+    tail = fields.get("tail") or {}
+    whole = {name: [*fields[name], *tail.get(name, [])] for name in ("reveal_step", "confidence")}
+    ids = [*fields["output_ids"], *tail.get("ids", [])]
     blocks, first = [], 0
-    for end, summary in enumerate(summaries, 1):
-        if summary is None:
-            continue
-        part, tail = slice(first, end), summary.get("tail") or {}
-        given = (prompt_len + first) % block_size
+    for steps in fields["steps_per_block"]:
+        end = min(len(ids), first + block_size - (start + first) % block_size)
+        edits = [(s, at - start - first, old, new) for _, s, at, old, new in fields.get("edits", [])]
         blocks.append(
             Block(
-                ids[part] + list(tail.get("ids", [])),
-                end - first,
-                [int(v) for v in [*meta[_PREFIX + "reveal_step"][part], *tail.get("reveal_step", [])]],
-                [*meta[_PREFIX + "confidence"][part], *tail.get("confidence", [])],
-                int(summary["steps"]),
-                [(s, c - given, old, new) for s, c, old, new in summary.get("edits", []) if c >= given],
+                ids[first:end],
+                max(0, min(shown, end) - first),
+                [int(step) for step in whole["reveal_step"][first:end]],
+                whole["confidence"][first:end],
+                steps,
+                [edit for edit in edits if 0 <= edit[1] < end - first],
             )
         )
         first = end

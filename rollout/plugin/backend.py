@@ -25,7 +25,12 @@ class ManagerBackend:
         request = GenerateReqInput(
             rid=rid, input_ids=input_ids, sampling_params=params, stream=True, return_routed_experts=routing
         )
+        whole: dict[str, Any] | None = None
         async for answer in self.manager.generate_request(request, None):
+            if whole is not None and self.manager.incremental_streaming_output:
+                keys = {key for part in (whole, answer) for key in part["meta_info"] if key.startswith("dllm_")}
+                answer = self.manager._coalesce_streaming_chunks([whole, answer], rid, keys)
+            whole = answer
             yield answer
 
     def abort(self, rid: str) -> None:

@@ -14,6 +14,7 @@ from rollout.protocol import STRUCTURED, Count, RequestError, Seed, Share, Tempe
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
+
 class StockSampling(BaseModel):
     """SGLang's sampling parameters. It checks few types itself, and a wrong one can end its scheduler."""
 
@@ -77,17 +78,19 @@ def check_sampling(params: Mapping[str, Any]) -> None:
                 "left to right, a block does not; remove it and check the answer instead"
             )
     for name, harmless in NEUTRAL.items():
-        if name in params and params[name] not in harmless and params[name] != {} and not _resumes(name, params[name]):
-            raise ValueError(f"sampling_params.{name}: {params[name]!r} would be ignored by block diffusion; remove it")
+        given = params.get(name)
+        if (
+            name in params
+            and given not in harmless
+            and given != {}
+            and not (name == "custom_params" and resumes(given))
+        ):
+            raise ValueError(f"sampling_params.{name}: {given!r} would be ignored by block diffusion; remove it")
 
 
-def _resumes(name: str, value: Any) -> bool:
-    """Whether this is the note of the rollout service on a response that goes on."""
-    return name == "custom_params" and isinstance(value, dict) and value.keys() == {RESUMED} and is_count(value[RESUMED])
-
-
-def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def resumes(given: Any) -> bool:
+    """Whether these parameters are the note of the rollout service on a response that goes on, and no more."""
+    return isinstance(given, dict) and given.keys() == {RESUMED} and type(given[RESUMED]) is int and given[RESUMED] >= 0
 
 
 def check_request(manager: Any, request: Any) -> None:

@@ -12,14 +12,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dllm.config import resolve
 from dllm.decoding import SamplingParams
 from dllm.trace import RolloutTrace
 from recipes import check_logprobs
+from rollout.chat.source import Address
+from rollout.generate import load_tokenizer
+from rollout.params import GenerateParams, content_seed
 from rollout.records import RolloutSample, read_traces
 from tests.examples import third_party_decoder
 from tests.integration.conftest import Request
 from tests.integration.decoders import NAMES, inner_decoder
 from tests.integration.oracle import TOLERANCE, Case, TinyModel, assert_same
+from tests.integration.test_engine_decoding import streamed_blocks
 from tests.support import ROOT, run_module, write_lines
 
 LIMIT = 40
@@ -171,6 +176,25 @@ def test_alone_or_together_and_again_from_the_cache(by_seed, cases, traces):
         again = as_logged(sample, cases[key])
         assert_same(again, traces[key])
         assert again.edits == traces[key].edits
+
+
+def test_chat_at_sglangs_own_server(by_seed, tiny):
+    """The service over SGLang's endpoint streams the sample that the endpoint answers, with its edits."""
+    prompt, wanted = tiny.prompt(47), NAMES.index("JointThreshold")
+    base = next(seed for seed in range(1000) if content_seed(seed, prompt, 0) % 16 == wanted)
+    (expected,) = by_seed.generate([Request(prompt, seed=content_seed(base, prompt, 0), max_new_tokens=LIMIT)])
+    address = Address(by_seed.url)
+    assert not address.ours
+    source = address.source(load_tokenizer(address.tokenizer_path, False), resolve(tiny.path))
+    try:
+        blocks, made = streamed_blocks(source, prompt, GenerateParams(max_new_tokens=LIMIT), base, by_seed.block_size)
+    finally:
+        source.close()
+    assert_same(made.trace, expected.trace)
+    assert made.text == expected.text and made.trace.edits == expected.trace.edits
+    assert sum(len(block.edits) for block in blocks) == len(expected.trace.edits) > 0
+    assert [token for block in blocks for token in block.ids] == expected.trace.replay_ids.tolist()
+    assert all(list(block.states())[-1] == block.ids for block in blocks)
 
 
 def test_the_decoder_of_the_documentation(heavy, tiny, tmp_path, capsys):

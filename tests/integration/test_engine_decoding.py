@@ -11,10 +11,15 @@ import json
 import numpy as np
 import pytest
 
+from dllm.config import resolve
 from dllm.decoding import SamplingParams
-from rollout.chat.blocks import committed
-from rollout.chat.source import ServerSource
-from rollout.engine import GenerateParams
+from rollout.chat.blocks import Block, committed
+from rollout.chat.source import Address
+from rollout.client import Client
+from rollout.generate import load_tokenizer
+from rollout.params import GenerateParams, content_seed
+from rollout.records import RolloutSample
+from rollout.service import Finished
 from tests.integration.conftest import Request
 from tests.integration.oracle import THRESHOLD, TOLERANCE, Case, TinyModel, assert_same
 
@@ -166,19 +171,28 @@ def test_streamed_log_is_cumulative(server, cases):
     np.testing.assert_allclose(last["meta_info"]["dllm_logprob"], case.trace.logprob[:visible], atol=TOLERANCE)
 
 
+def streamed_blocks(source, prompt, params, seed, size) -> tuple[list[Block], RolloutSample]:
+    """What the chat shows of a response, and the response."""
+    blocks, position = [], len(prompt)
+    for event in source.stream([prompt], params, seed=seed):
+        if isinstance(event, Finished):
+            return blocks, event.result
+        blocks += committed(event.fields, position, size)
+        position += len(event.fields["output_ids"])
+    raise AssertionError("the stream ended without the response")
+
+
 def test_chat_replays_what_was_decoded(server, tiny):
     """A stream read block by block: the last state of each block is its tokens, and all blocks are the answer."""
-    case = tiny.case(33, SamplingParams(1.0))
-    source = ServerSource(server.url)
-    try:
-        assert source.model_path() == str(tiny.path)
-        seen: list[int] = []
-        for answer in source.stream(case.prompt, GenerateParams(case.sampling, 50), case.seed):
-            blocks = committed(answer, len(case.prompt), tiny.config.block_size)
-            seen.append(len(blocks))
-    finally:
-        source.close()
-    assert seen == sorted(seen) and seen[-1] == len(case.trace.steps_per_block) > 1
+    size = tiny.config.block_size
+    case = tiny.case(33, SamplingParams(1.0), seed_of=lambda prompt: content_seed(4, prompt, 0))
+    address = Address(server.url)
+    assert address.tokenizer_path == str(tiny.path) and address.ours
+    source = address.source(load_tokenizer(str(tiny.path), False), resolve(tiny.path))
+    assert isinstance(source, Client)
+    blocks, finished = streamed_blocks(source, case.prompt, GenerateParams(case.sampling, 50), 4, size)
+    assert_same(finished.trace, case.trace)
+    assert len(blocks) == len(case.trace.steps_per_block) > 1
     assert [token for block in blocks for token in block.ids] == case.trace.replay_ids.tolist()
     assert sum(block.visible for block in blocks) == case.trace.visible
     for block, steps in zip(blocks, case.trace.steps_per_block, strict=True):

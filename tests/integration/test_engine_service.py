@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import openai
@@ -17,6 +18,7 @@ import rollout
 from dllm.noise import sample_seed
 from rollout import GenerateParams
 from rollout.client import Client
+from rollout.generate import load_tokenizer
 from rollout.params import content_seed
 from rollout.protocol import RequestError
 from rollout.records import PER_TOKEN, RolloutSample
@@ -24,7 +26,8 @@ from rollout.service import Block, Finished
 from tests.integration.oracle import assert_same
 from tests.support import child_environment, run_module
 
-LONG = GenerateParams(max_new_tokens=600, ignore_eos=True)
+LIMIT = 300
+LONG = GenerateParams(max_new_tokens=LIMIT, ignore_eos=True)
 ROLE = "<role>HUMAN</role>{}<|role_end|><role>ASSISTANT</role>"
 
 
@@ -252,27 +255,53 @@ class TestAborts:
             assert left.to_line() == answered.to_line() == again.to_line(), "idempotent"
             assert left.finish_reason == "abort"
             count = len(left.trace.replay_ids)
-            assert left.trace.visible == count < 600 and (count == 0 or (21 + count) % 32 == 0)
+            assert left.trace.visible == count < LIMIT and (count == 0 or (21 + count) % 32 == 0)
             left.trace.validate()
         assert client.abort("never heard of") == []
         for resumed, unbroken in zip(client.resume(aborted, LONG)[0], whole, strict=True):
             same(resumed, unbroken)
-            assert resumed.max_new_tokens == 600
+            assert resumed.max_new_tokens == LIMIT
+
+    def test_a_stop_string_across_the_seam(self, client, tiny):
+        """It begins before the abort and ends behind it; ids and text end as in the response that was never aborted."""
+        prompt = tiny.prompt(21)
+        (part,) = client.generate([prompt], LONG, seed=9, deadline=0.2)[0]
+        (whole,) = client.generate([prompt], LONG, seed=9)[0]
+        seam, decode = part.trace.visible, load_tokenizer(str(tiny.path), False).decode
+        assert part.finish_reason == "abort" and 0 < seam < LIMIT
+        ids = whole.trace.replay_ids.tolist()
+        stop = next(
+            text
+            for before in range(1, 12)
+            for after in range(1, 12)
+            if "\ufffd" not in (text := decode(ids[seam - before : seam + after]))
+            and text not in decode(ids[: seam + after - 1])
+            and text not in decode(ids[seam:])
+        )
+        params = replace(LONG, stop=[stop])
+        (unbroken,) = client.generate([prompt], params, seed=9)[0]
+        assert unbroken.finish_reason == "stop" and seam < unbroken.trace.visible < seam + 12
+        (resumed,) = client.resume([[replace(part, stop_rules=params.stop_rules)]], params)[0]
+        same(resumed, unbroken)
+        assert stop not in resumed.text
 
     def test_a_deadline_ends_at_a_block(self, client, tiny):
         (sample,) = client.generate([tiny.prompt(21)], LONG, seed=9, deadline=0.3)[0]
         assert sample.finish_reason == "abort"
-        assert sample.trace.visible == len(sample.trace.replay_ids) < 600
+        assert sample.trace.visible == len(sample.trace.replay_ids) < LIMIT
 
     def test_a_changed_sample_is_no_resume(self, server, client, tiny):
         (sample,) = client.generate([tiny.prompt(21)], LONG, seed=9, deadline=0.3)[0]
         line = sample.to_line()
-        hotter = {"prompts": [{"resume": [line]}], "sampling_params": {"max_new_tokens": 600, "temperature": 0.5}}
-        answer = server.client.post("/rollout/generate", json=hotter)
-        assert answer.status_code == 400 and answer.json()["error"]["field"] == "prompts.0.resume.0.sampling_params"
+        asked = {"max_new_tokens": LIMIT, "ignore_eos": True}
+        for change in ({"temperature": 0.5}, {"ignore_eos": False}, {"stop": ["a"]}):
+            body = {"prompts": [{"resume": [line]}], "sampling_params": asked | change}
+            answer = server.client.post("/rollout/generate", json=body)
+            field = f"prompts.0.resume.0.sampling_params.{next(iter(change))}"
+            assert answer.status_code == 400 and answer.json()["error"]["field"] == field
         line["logprob"] = line["logprob"][:-1]
         answer = server.client.post(
-            "/rollout/generate", json={"prompts": [{"resume": [line]}], "sampling_params": {"max_new_tokens": 600}}
+            "/rollout/generate", json={"prompts": [{"resume": [line]}], "sampling_params": asked}
         )
         assert answer.status_code == 400 and answer.json()["error"]["field"] == "prompts.0.resume.0"
 
@@ -290,6 +319,25 @@ class TestStart:
             "--host", "0.0.0.0",
         )  # fmt: skip
         assert done.returncode == 2 and "pass --admin-api-key KEY or --host 127.0.0.1" in done.stderr
+
+    def test_without_its_plugin_it_is_refused(self, tiny):
+        """SGLang only logs a plugin that fails: neither server starts, and both say why."""
+        script = (
+            "import runpy, sys\n"
+            "import rollout.plugin.abort as part\n"
+            "def broken(): raise ImportError('no such hook')\n"
+            "part.install = broken\n"
+            "from rollout.server import main\n"
+            "print('rollout.server', main(sys.argv[1:]))\n"
+            "runpy.run_module('sglang.launch_server', run_name='__main__')\n"
+        )
+        flags = ["--model-path", str(tiny.path), "--dllm-algorithm", "SelectThenSample", "--device", "cpu"]
+        done = subprocess.run(
+            [sys.executable, "-c", script, *flags], env=child_environment(), capture_output=True, text=True, timeout=300
+        )
+        said = "SGLang's plugin dllm_rollout failed to load: ImportError: no such hook"
+        assert "rollout.server 2" in done.stdout and f"error: {said}" in done.stderr
+        assert done.returncode != 0 and f"ConfigError: {said}" in done.stderr
 
     def test_nobody_there(self):
         with pytest.raises(ValueError, match="no rollout server answers at http://127.0.0.1:9"):

@@ -99,3 +99,14 @@ def test_the_local_engine_streams_the_same(synchronous, tiny):
             assert_same(one.trace, other.trace)
             assert (one.text, one.finish_reason, one.seed) == (other.text, other.finish_reason, other.seed)
     assert sum(isinstance(e, Block) for e in events) >= 4
+
+
+def test_incremental_streams_give_the_same(synchronous, tiny, monkeypatch):
+    """With SGLang's --incremental-streaming-output its answers hold what is new only."""
+    params = GenerateParams(SamplingParams(0.8), max_new_tokens=70)
+    whole = synchronous.generate([tiny.prompt(17)], params, seed=3)[0][0]
+    monkeypatch.setattr(synchronous.sglang.tokenizer_manager, "incremental_streaming_output", True)
+    again = synchronous.generate([tiny.prompt(17)], params, seed=3)[0][0]
+    assert len(again.trace.steps_per_block) > 2
+    assert_same(again.trace, whole.trace)
+    assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,35 +11,35 @@ from rich.console import Console
 from rollout.chat.__main__ import Chat, main
 from rollout.chat.blocks import Block, NoLog, committed
 from rollout.chat.view import MASK, BlockView
-from rollout.engine import GenerateParams
-from rollout.records import RolloutError
+from rollout.params import GenerateParams
+from rollout.records import RolloutError, RolloutSample
+from rollout.service import Block as Event
+from rollout.service import Finished
 from rollout.viewer.tokens import TokenTexts
-
-
-def answer(visible: int, reason: str | None = "stop", **changes: Any) -> dict[str, Any]:
-    """Prompt of 3 tokens, blocks of 4: one token, a whole block, a block that stops at its second token."""
-    blocks = [{"steps": 1}, None, None, None, {"steps": 2}, None, {"steps": 3, "tail": TAIL}]
-    meta = {
-        "finish_reason": reason and {"type": reason},
-        "dllm_reveal_step": [0, 1, 0, 1, 0, 2, 0],
-        "dllm_confidence": [0.9, 0.2, 0.5, 0.4, 0.99, 0.3, 0.95],
-        "dllm_block": blocks,
-    }
-    cut = {name: value[:visible] if isinstance(value, list) else value for name, value in meta.items()}
-    return {"text": "hello", "output_ids": [10, 11, 12, 13, 14, 15, 16][:visible], "meta_info": cut | changes}
-
+from tests.support import hand_made_trace
 
 TAIL = {"ids": [17, 18], "reveal_step": [1, 1], "confidence": [0.8, 0.7]}
 
 
+def fields(first: int, last: int, steps: list[int], **more: Any) -> dict[str, Any]:
+    """Tokens ``first`` to ``last`` of a response of 7 to a prompt of 3 in blocks of 4: one token, a whole block, a
+    block that stops at its second token."""
+    values = {
+        "output_ids": [10, 11, 12, 13, 14, 15, 16],
+        "reveal_step": [0, 1, 0, 1, 0, 2, 0],
+        "confidence": [0.9, 0.2, 0.5, 0.4, 0.99, 0.3, 0.95],
+    }
+    return {name: value[first:last] for name, value in values.items()} | {"steps_per_block": steps} | more
+
+
 def test_committed_blocks():
-    assert committed(answer(0, None), 3, 4) == []
-    assert [b.ids for b in committed(answer(1, None), 3, 4)] == [[10]]
-    first, second, third = committed(answer(7), 3, 4)
+    assert [b.ids for b in committed(fields(0, 1, [1]), 3, 4)] == [[10]]
+    first, second, third = committed(fields(0, 7, [1, 2, 3], tail=TAIL), 3, 4)
     assert (first.visible, first.steps) == (1, 1) and second.ids == [11, 12, 13, 14]
     assert third == Block([15, 16, 17, 18], 2, [2, 0, 1, 1], [0.3, 0.95, 0.8, 0.7], 3)
+    assert committed(fields(5, 7, [3], tail=TAIL), 8, 4) == [third], "an event of its own"
     with pytest.raises(NoLog, match="the engine logs no reveal steps; start it with this package installed"):
-        committed(answer(2, dllm_block=[]), 3, 4)
+        committed(fields(0, 2, []), 3, 4)
 
 
 def test_states_of_a_block():
@@ -57,9 +58,11 @@ def test_states_with_replaced_tokens():
     assert list(block.states()) == [[None, None], [15, 40], [15, 41], [15, 16], [15, 16]]
 
 
-def test_edits_are_placed_behind_the_prompt():
-    blocks = [{"steps": 2, "edits": [[1, 3, 40, 10]]}]
-    assert committed(answer(1, dllm_block=blocks), 3, 4)[0].edits == [(1, 0, 40, 10)]
+def test_edits_are_placed_in_their_blocks():
+    """Edits name absolute positions; that of the prompt's last token is not the response's."""
+    edits = [[0, 1, 3, 40, 10], [0, 1, 2, 8, 9], [1, 0, 5, 41, 12]]
+    first, second = committed(fields(0, 5, [2, 2], edits=edits), 3, 4)
+    assert (first.edits, second.edits) == ([(1, 0, 40, 10)], [(0, 1, 41, 12)])
 
 
 @pytest.fixture(scope="module")
@@ -81,26 +84,32 @@ def test_frames(tokenizer):
 
 
 class Canned:
-    """A source that answers from memory."""
+    """A source that streams from memory."""
 
-    def __init__(self, answers):
-        self.answers, self.prompts = answers, []
+    def __init__(self, events):
+        self.events, self.prompts = events, []
 
-    def stream(self, prompt_ids, params, seed):
-        self.prompts.append(list(prompt_ids))
-        yield from self.answers
+    def stream(self, prompts, params, *, seed):
+        self.prompts += [list(prompt) for prompt in prompts]
+        yield from self.events
 
     def close(self):
         pass
 
 
-def chat(tokenizer, answers) -> Chat:
+def finished(text: str) -> Finished:
+    """The whole response of ``fields``."""
+    trace = hand_made_trace([1, 2, 3], [10, 11, 12, 13, 14, 15, 16, 17, 18], [0, 1, 0, 1, 0, 2, 0, 1, 1], 4)
+    return Finished(0, 0, RolloutSample(replace(trace, visible=7), text, "stop", 7))
+
+
+def chat(tokenizer, events) -> Chat:
     console = Console(record=True, width=100, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    return Chat(Canned(answers), tokenizer, 4, GenerateParams(), console, pause=0)
+    return Chat(Canned(events), tokenizer, 4, GenerateParams(), console, pause=0)
 
 
 def test_a_conversation_grows(tokenizer):
-    made = chat(tokenizer, [answer(1, None), answer(1, None), answer(7)])
+    made = chat(tokenizer, [Event(0, 0, fields(0, 1, [1])), finished("hello")])
     made.block_size = 1
     assert made.ask("26 + 53 =") == "hello"
     made.ask("again")
@@ -110,13 +119,13 @@ def test_a_conversation_grows(tokenizer):
     assert "9 tokens in 6 steps, 1.5 a step (stop)" in made.console.export_text()
 
 
-def test_a_failed_request(tokenizer):
-    failed = answer(0, "abort")
-    failed["meta_info"]["finish_reason"] = {"type": "abort", "message": "nan_logits: check the weights"}
+def test_a_failed_request_is_forgotten(tokenizer):
+    made = chat(tokenizer, [Finished(0, 0, RolloutError("nan_logits: check the weights"))])
     with pytest.raises(RolloutError, match="nan_logits"):
-        chat(tokenizer, [failed]).ask("hello")
+        made.ask("hello")
+    assert made.messages == []
 
 
 def test_nobody_answers(capsys):
     assert main(["--url", "http://127.0.0.1:9", "--message", "hello"]) == 2
-    assert "url='http://127.0.0.1:9' does not answer" in capsys.readouterr().err.replace("9/'", "9'")
+    assert "url='http://127.0.0.1:9' does not answer" in capsys.readouterr().err

@@ -438,5 +438,5 @@ class TestDecoderFlags:
             as_overrides(["--dllm-algorithm"])
 
     def test_a_flag_that_does_not_exist(self):
-        with pytest.raises(ConfigError, match="there is no flag --dllm-algoritm; the flags are .*--load-debug-rollouts DIR"):
+        with pytest.raises(ConfigError, match="there is no flag --dllm-algoritm; the flags are .*NAME"):
             as_overrides(["--dllm-algoritm", "SelectThenSample"])

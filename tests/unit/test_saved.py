@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dllm.config import ConfigError
-from recipes.compose import resolve_run
-from recipes.compose import as_overrides
+from recipes.compose import as_overrides, resolve_run
 from rollout.records import RolloutError, write_parquet
 from rollout.saved import SavedRollouts, check_saved, saved_steps, step_file
 from tests.support import rollout_line, write_lines

@@ -255,7 +255,7 @@ class TestResumed:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"temperature": 1}, r"temperature: is 0.5, the request's is 1.0; a response has one from end to end"),
+            ({"temperature": 1}, r"temperature: is 0.5, the request's is 1.0; a response keeps what it began with"),
             ({"top_p": 1}, "top_p: is 0.9"),
             ({"top_k": 4}, "top_k: is -1"),
             ({"min_p": 0.5}, "min_p: is 0.0"),
