@@ -25,6 +25,7 @@ from recipes.tiny import TinyShape
 from recipes.tiny import hf_config as tiny_config
 from recipes.tokenizer import build_tokenizer, save_tokenizer
 from rollout.records import RolloutSample, sample_from_response
+from weight_sync.client import StreamControl
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import SyncReport
@@ -37,13 +38,16 @@ START_SECONDS = 240
 
 
 class BenchEngine:
-    """Stock SGLang's HTTP server with dummy weights.
+    """An HTTP server with dummy weights.
 
     Args:
         directory: gets the model directory (config and tokenizer) and the log.
+        module: ``sglang.launch_server``, or ``rollout.server`` with its weight sessions.
     """
 
-    def __init__(self, directory: Path, config: dict[str, Any], tokenizer: Any, device: str, requests: int) -> None:
+    def __init__(
+        self, directory: Path, config: dict[str, Any], tokenizer: Any, device: str, requests: int, module: str
+    ) -> None:
         self.config = config
         (directory / "config.json").write_text(json.dumps(config))
         save_tokenizer(tokenizer, directory)
@@ -60,7 +64,7 @@ class BenchEngine:
         }
         if device == "cuda":
             flags |= {"mem-fraction-static": 0.6, "cuda-graph-max-bs": requests}
-        self.server = ServerProcess("sglang.launch_server", flags, directory / "engine.log", START_SECONDS)
+        self.server = ServerProcess(module, flags, directory / "engine.log", START_SECONDS)
         self.url = self.server.url
         self.client = httpx.Client(
             base_url=self.url, timeout=300, limits=httpx.Limits(max_connections=4 * requests + 8)
@@ -69,7 +73,10 @@ class BenchEngine:
     def generate(self, prompt: list[int], tokens: int, seed: int = 0, temperature: float = 0.0) -> RolloutSample:
         sampling = SamplingParams(temperature)
         params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": seed}
-        answer = self.client.post("/generate", json={"input_ids": prompt, "sampling_params": params})
+        body = {"input_ids": prompt, "sampling_params": params}
+        while (answer := self.client.post("/generate", json=body)).status_code == 503:
+            # A rollout server turns requests away while its weights are exchanged.
+            time.sleep(float(answer.headers["Retry-After"]))
         if answer.status_code != 200:
             raise RuntimeError(f"/generate answered {answer.status_code}: {answer.text[:500]}")
         return sample_from_response(answer.json(), prompt, self.config["block_size"], sampling, tokens, seed)
@@ -87,7 +94,8 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
         config.pop("auto_map", None)
     device, tiny = arguments.device, arguments.tiny
     with tempfile.TemporaryDirectory() as directory:
-        engine = BenchEngine(Path(directory), config, tokenizer, device, arguments.requests)
+        module = "rollout.server" if arguments.sessions else "sglang.launch_server"
+        engine = BenchEngine(Path(directory), config, tokenizer, device, arguments.requests, module)
         try:
             began = time.monotonic()
             layout = CheckpointLayout.from_config(config, getattr(torch, config["dtype"]))
@@ -104,7 +112,8 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
             transport = transport_for(device)
             bucket = (arguments.bucket_mb or (1 if tiny else 5120)) << 20
             control = EngineControl(engine.url, timeout=60)
-            publisher = WeightPublisher(layout, transport, [control], bucket)
+            by_session = [StreamControl(engine.url)] if arguments.sessions else None
+            publisher = WeightPublisher(layout, transport, by_session or [control], bucket)
             stages: list[tuple[str, Callable[[], Any]]] = [
                 ("ours", lambda: ours(publisher, weights, bucket)),
                 ("bucket sizes", lambda: bucket_sizes(control, layout, weights, device, bucket)),

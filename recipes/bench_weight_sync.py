@@ -183,6 +183,7 @@ def main() -> int:
     parser.add_argument("--bucket-mb", type=int, help="size of our buckets (default: 5120, 1 with --tiny)")
     parser.add_argument("--refreshes", type=int, default=50, help="how many follow each other (default: 50)")
     parser.add_argument("--requests", type=int, default=64, help="how many run during a refresh (default: 64)")
+    parser.add_argument("--sessions", action="store_true", help="a rollout server, by streamed weight sessions")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     results = Results(arguments.json, device=arguments.device, torch=torch.__version__)

@@ -25,6 +25,7 @@ from weight_sync.messages import (
     ResendError,
     Slots,
     WeightSyncError,
+    applied_seconds,
 )
 
 
@@ -149,7 +150,7 @@ class StreamControl(ServiceControl):
     For ``weight_sync.transports.ipc`` on the server's own GPU, and ``shm`` on its host: nothing is copied twice.
     """
 
-    staged, tp_size = False, 1
+    staged, tp_size, applied_seconds = False, 1, 0.0
 
     def open(self, manifest: Manifest) -> list[int] | None:
         self.tp_size = self.state()["tp_size"]
@@ -162,7 +163,9 @@ class StreamControl(ServiceControl):
 
     def send_bucket(self, spec: BucketSpec, data: Tensor | None = None) -> str:
         """Returns when every rank has copied the bucket; after the last one with the checksum of the engine."""
-        return self._relay(spec, [torch.empty(0, dtype=torch.uint8) if data is None else data]).partition(CHECKSUM)[2]
+        answer = self._relay(spec, [torch.empty(0, dtype=torch.uint8) if data is None else data])
+        self.applied_seconds += applied_seconds(answer)
+        return answer.partition(CHECKSUM)[2]
 
     def _relay(self, message: BucketSpec | Slots, tensors: Sequence[Tensor]) -> str:
         encoded = message.encode()

@@ -7,7 +7,6 @@ import io
 import pickle
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from weight_sync.messages import (
     ABORT_SECONDS,
-    APPLIED,
     CHECKSUM,
     RESEND,
     Abort,
@@ -30,6 +28,7 @@ from weight_sync.messages import (
     ResendError,
     Slots,
     WeightSyncError,
+    applied_seconds,
 )
 
 LOADER = "weight_sync.loader.load"
@@ -164,8 +163,7 @@ class EngineControl:
             ResendError: it was damaged or is not the next one; nothing of it was used.
         """
         answer = self.message(spec, [] if data is None else [data])
-        with suppress(ValueError):
-            self.applied_seconds += float(answer.partition(APPLIED)[2].partition(" s")[0])
+        self.applied_seconds += applied_seconds(answer)
         return answer.partition(CHECKSUM)[2][:16]
 
     def commit(self, run_id: str, version: str, checksum: str = "") -> None:

@@ -74,6 +74,14 @@ APPLIED = "applied in "
 """Beginning of the answer to a bucket; the seconds of the slowest rank follow."""
 
 
+def applied_seconds(answer: str) -> float:
+    """What the answer to a bucket says of the time in the loader; 0 if it says nothing."""
+    try:
+        return float(answer.partition(APPLIED)[2].partition(" s")[0])
+    except ValueError:
+        return 0.0
+
+
 class Message:
     """Base of the headers below: JSON text whose ``kind`` says which one it is."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -119,17 +119,18 @@ class Channel:
         """From the trainer to all; ``data`` is uint8 [n] on ``device``."""
         options = dist.BroadcastOptions()
         options.rootRank = TRAINER
-        self._finish(self.group().broadcast([data], options))
+        self._exchange(lambda: self.group().broadcast([data], options))
 
     def send(self, data: Tensor, rank: int) -> None:
-        self._finish(self.group().send([data], rank, 0))
+        self._exchange(lambda: self.group().send([data], rank, 0))
 
     def receive(self, data: Tensor, rank: int) -> None:
-        self._finish(self.group().recv([data], rank, 0))
+        self._exchange(lambda: self.group().recv([data], rank, 0))
 
-    def _finish(self, work: Any) -> None:
+    def _exchange(self, start: Callable[[], Any]) -> None:
         try:
-            work.wait(self.limit)
+            # NCCL makes its communicator here, and refuses two ranks on one GPU.
+            start().wait(self.limit)
             if self.device.type == "cuda":
                 # wait() of NCCL orders streams only: the other side may be dead.
                 event = torch.cuda.current_stream().record_event()
