@@ -28,7 +28,11 @@ SHARED = {
     "synchronous": ("routing", "synchronous"),
 }
 GROUPS = {f"test_engine_{module}.py": group for group, modules in SHARED.items() for module in modules}
-GROUPS |= {"test_refresh_faults.py": "server", "test_refresh_killed.py": "server"}
+GROUPS |= {
+    "test_refresh_faults.py": "server",
+    "test_refresh_killed.py": "server",
+    "test_refresh_by_receiver.py": "server",
+}
 # The longest work begins first.
 FIRST = ("test_grpo.py", "server", "test_evaluate.py", "test_engine_refresh_sessions.py", "synchronous")
 
