@@ -72,17 +72,19 @@ class GpuServer(ServerProcess):
         super().__init__("rollout.server", given, log)
         self.client = httpx.Client(base_url=self.url, timeout=120, limits=httpx.Limits(max_connections=2 * REQUESTS))
 
-    def post(self, prompt: Sequence[int], tokens: int, temperature: float, seed: int) -> httpx.Response:
+    def post(self, prompt: Sequence[int], tokens: int, temperature: float, seed: int, **fields: Any) -> httpx.Response:
         params = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True, "sampling_seed": seed}
-        return self.client.post("/generate", json={"input_ids": list(prompt), "sampling_params": params})
+        return self.client.post("/generate", json={"input_ids": list(prompt), "sampling_params": params} | fields)
 
-    def generate(self, prompt: Sequence[int], tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> tuple:
-        """The sample, and how many tokens of the prompt were in the cache.
+    def generate(
+        self, prompt: Sequence[int], tokens: int = 64, temperature: float = 0.0, seed: int = 0, **fields: Any
+    ) -> tuple:
+        """The sample, and how many tokens of the prompt were in the cache; ``fields`` are further ones of the request.
 
         Raises:
             Aborted: nothing was decoded.
         """
-        answer = self.post(prompt, tokens, temperature, seed)
+        answer = self.post(prompt, tokens, temperature, seed, **fields)
         if answer.status_code != 200 and "was aborted" in answer.text:
             raise Aborted(answer.text)
         assert answer.status_code == 200, answer.text[:500]

@@ -196,13 +196,15 @@ def test_pauses_that_corrupt_block_diffusion_are_refused(bench, mode):
     bench.serves(bench.a)
 
 
-def test_a_prompt_in_the_radix_cache_gives_the_new_tokens(bench):
-    """G4."""
+@pytest.mark.parametrize("fields", [{}, {"extra_key": "a tenant"}], ids=["plain", "extra_key"])
+def test_a_prompt_in_the_radix_cache_gives_the_new_tokens(bench, fields):
+    """G4; a request with SGLang's extra_key has a cache of its own."""
     prompt = PROMPTS[-1]
-    bench.first.generate(prompt)
-    assert bench.first.generate(prompt)[1] == 128
+    bench.publish(bench.a)
+    bench.first.generate(prompt, **fields)
+    assert bench.first.generate(prompt, **fields)[1] == 128
     bench.publish(bench.b)
-    sample, cached = bench.first.generate(prompt)
+    sample, cached = bench.first.generate(prompt, **fields)
     assert cached == 0 and sample.trace.replay_ids.tolist() == bench.tokens_b[-1]
 
 
