@@ -56,3 +56,26 @@ def test_many_at_once(server):
 def test_soak(server):
     found = run(server, lambda target: soak(target, 1.5 / 60, 0, references=3))
     assert found.figures["scheduler_mib"] > 100 and found.outcomes()["200"] > 5
+
+
+def test_aborted_in_the_first_block_behind_a_cached_prompt(server):
+    """The prompt is a whole page, so that SGLang counts its first block as part of the prompt."""
+
+    async def aborted(target: Target) -> Phase:
+        found, body = Phase("aborted"), {"input_ids": list(range(8, 40)), "sampling_params": {"ignore_eos": True}}
+        (await target.http.post("/generate", json=body)).raise_for_status()
+        for i in range(12):
+            name = f"behind-a-page-{i}"
+            asked = asyncio.create_task(target.http.post("/generate", json=body | {"rid": name}))
+            await asyncio.sleep(0.004 * i)
+            while not asked.done():
+                await target.http.post("/abort_request", json={"rid": name})
+                await asyncio.sleep(0.005)
+            if (answer := asked.result()).status_code == 200:
+                info = answer.json()["meta_info"]
+                found.count("behind a page", {0: "nothing", 32: "one block"}.get(info["completion_tokens"], "more"))
+                assert info.get("cached_tokens", 32) == 32
+        await target.check(found)
+        return found
+
+    assert run(server, aborted).outcomes().get("one block", 0) > 0
