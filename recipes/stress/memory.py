@@ -1,4 +1,4 @@
-"""Resident memory of a server's processes, and whether it stays flat."""
+"""Memory of a server's processes, and whether it stays flat."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ FLAT_SHARE, FLAT_MIB = 0.02, 8.0
 """Growth over the rest of the run that counts as flat: the larger of a share of the size and MiB."""
 
 
-def resident_mib(pid: int) -> dict[str, float]:
+def memory_mib(pid: int) -> dict[str, float]:
     """MiB by process: ``server`` (HTTP and tokenizer), ``sglang::scheduler``, ``sglang::detokenizer``.
+
+    Counted is what a process allocated (heap, tensors). Pages of libraries and other files are not: the kernel drops
+    them when the host is short of memory, and the size would fall while the process grows.
 
     Further children of the server, if there are any, are summed under the name of their program.
     """
@@ -26,7 +29,8 @@ def resident_mib(pid: int) -> dict[str, float]:
         try:
             command = process.cmdline()
             name = "server" if process == root else Path(command[0]).name if command else process.name()
-            sizes[name] = sizes.get(name, 0.0) + process.memory_info().rss / 2**20
+            memory = process.memory_info()
+            sizes[name] = sizes.get(name, 0.0) + (memory.rss - getattr(memory, "shared", 0)) / 2**20
         except psutil.NoSuchProcess:
             continue
     return sizes

@@ -11,7 +11,7 @@ import httpx
 
 from recipes.stress.concurrent import one
 from recipes.stress.malformed import attempts, hang_up
-from recipes.stress.memory import FLAT_MIB, FLAT_SHARE, growths, resident_mib
+from recipes.stress.memory import FLAT_MIB, FLAT_SHARE, growths, memory_mib
 from recipes.stress.report import Phase
 from recipes.stress.send import send
 from recipes.stress.target import Target
@@ -63,7 +63,7 @@ async def soak(target: Target, minutes: float, seed: int, references: int = 64) 
     async def watch(pid: int) -> None:
         while time.monotonic() < end:
             times.append(time.monotonic() - start)
-            sizes.append(resident_mib(pid))
+            sizes.append(memory_mib(pid))
             await asyncio.sleep(60 * minutes / SAMPLES)
 
     watches = [] if target.pid is None else [watch(target.pid)]

@@ -11,7 +11,7 @@ import pytest
 from recipes.stress.concurrent import judge as judge_answers
 from recipes.stress.described import fields_of, round_robin
 from recipes.stress.malformed import Attempt
-from recipes.stress.memory import growth, resident_mib
+from recipes.stress.memory import growth, memory_mib
 from recipes.stress.report import MAX_PROBLEMS, Phase, table_of
 from recipes.stress.send import names_in, says_what
 from recipes.stress.soak import judge as judge_memory
@@ -51,7 +51,7 @@ class TestMemory:
     def test_of_this_process(self):
         import os
 
-        assert resident_mib(os.getpid())["server"] > 10
+        assert memory_mib(os.getpid())["server"] > 10
 
 
 class TestAnswers:
