@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from weight_sync.messages import (
     ABORT_SECONDS,
@@ -38,10 +39,30 @@ DRAIN = "weight_sync.drain:"
 """Request id of a pause, followed by the seconds that running requests may take to end on their own."""
 
 
+class HandlePickler(ForkingPickler):
+    """Pickles a CUDA tensor as an IPC handle that names its GPU by UUID.
+
+    PyTorch writes the sender's index, which is another GPU's where the receiver sees others. SGLang reads both.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        rebuild, arguments = reduce_tensor(value)
+        device = arguments[DEVICE]
+        if isinstance(device, int):
+            device = str(torch.cuda.get_device_properties(device).uuid)
+        return rebuild, (*arguments[:DEVICE], device, *arguments[DEVICE + 1 :])
+
+
+DEVICE = 6
+"""Place of the GPU's index among the arguments of torch's rebuild_cuda_tensor."""
+
+
 def pickled(value: Any, cuda: bool) -> str:
     """Base64 of a pickle, in which CUDA tensors are IPC handles; their owner keeps them alive."""
     buffer = io.BytesIO()
-    (ForkingPickler(buffer) if cuda else pickle.Pickler(buffer)).dump(value)
+    (HandlePickler(buffer) if cuda else pickle.Pickler(buffer)).dump(value)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 

@@ -53,19 +53,21 @@ def sum_words(words: Tensor, a: Tensor, b: Tensor, first: int, per_slice: int) -
     planes, rows, columns = words.shape
     programs = triton.cdiv(planes * rows, ROWS)
     out = torch.empty(programs, dtype=torch.int64, device=words.device)
-    _kernel[(programs,)](
-        words,
-        a,
-        b,
-        out,
-        planes,
-        rows,
-        columns,
-        words.stride(0),
-        words.stride(1),
-        first,
-        per_slice,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-    )
+    # Triton launches on the current device, whatever the tensors lie on.
+    with torch.cuda.device_of(words):
+        _kernel[(programs,)](
+            words,
+            a,
+            b,
+            out,
+            planes,
+            rows,
+            columns,
+            words.stride(0),
+            words.stride(1),
+            first,
+            per_slice,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+        )
     return out.sum()
