@@ -43,10 +43,18 @@ class BenchEngine:
     Args:
         directory: gets the model directory (config and tokenizer) and the log.
         module: ``sglang.launch_server``, or ``rollout.server`` with its weight sessions.
+        more: further flags of the server.
     """
 
     def __init__(
-        self, directory: Path, config: dict[str, Any], tokenizer: Any, device: str, requests: int, module: str
+        self,
+        directory: Path,
+        config: dict[str, Any],
+        tokenizer: Any,
+        device: str,
+        requests: int,
+        module: str,
+        **more: Any,
     ) -> None:
         self.config = config
         (directory / "config.json").write_text(json.dumps(config))
@@ -64,6 +72,7 @@ class BenchEngine:
         }
         if device == "cuda":
             flags |= {"mem-fraction-static": 0.6, "cuda-graph-max-bs": requests}
+        flags |= {name.replace("_", "-"): value for name, value in more.items()}
         self.server = ServerProcess(module, flags, directory / "engine.log", START_SECONDS)
         self.url = self.server.url
         self.client = httpx.Client(
@@ -86,12 +95,18 @@ class BenchEngine:
         self.client.close()
 
 
-def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any]) -> None:
-    """All stages, on one engine."""
+def model_of(config: dict[str, Any], tiny: bool) -> tuple[dict[str, Any], Any]:
+    """The config to start with, a tiny one on demand, and a tokenizer."""
     tokenizer = build_tokenizer(["State the final answer to the following arithmetic problem: 26 + 53 ="])
-    if arguments.tiny:
+    if tiny:
         config = tiny_config(TinyShape(), tokenizer)
         config.pop("auto_map", None)
+    return config, tokenizer
+
+
+def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any]) -> None:
+    """All stages, on one engine."""
+    config, tokenizer = model_of(config, arguments.tiny)
     device, tiny = arguments.device, arguments.tiny
     with tempfile.TemporaryDirectory() as directory:
         module = "rollout.server" if arguments.sessions else "sglang.launch_server"
