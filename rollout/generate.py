@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm.config import ConfigError, load_hf_config, resolve
+from dllm.config import ConfigError, load_hf_config, positive_int, resolve
 from dllm.decoding import SamplingParams
 from dllm.trace import TraceError
 from rollout.engine import Engine, GenerateParams, check_prompt
@@ -107,7 +107,7 @@ def checked_prompts(args: argparse.Namespace) -> list[list[int]]:
     """
     options = read_algorithm_config(args.dllm_algorithm, args.dllm_algorithm_config)
     mask_id = resolve(args.model_path, block_size=options.get("block_size")).mask_id
-    vocab_size = int(load_hf_config(args.model_path)["vocab_size"])
+    vocab_size = positive_int(load_hf_config(args.model_path), "vocab_size")
     prompts = load_prompts(args.prompts, args.model_path, args.trust_remote_code)
     for number, prompt in enumerate(prompts, 1):
         try:
