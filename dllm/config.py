@@ -85,9 +85,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
         raise ConfigError(f"{path} is not valid JSON ({error}); restore the file from the checkpoint") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not a JSON object; restore the file from the checkpoint")
+    return found
 
 
 def load_hf_config(model_dir: str | Path) -> dict[str, Any]:
@@ -105,13 +108,30 @@ def load_hf_config(model_dir: str | Path) -> dict[str, Any]:
     return config
 
 
+def positive_int(config: Mapping[str, Any], key: str) -> int:
+    """A number that every config.json has.
+
+    Raises:
+        ConfigError: it is missing, or not a positive integer.
+    """
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        found = "is missing" if value is None else f"is {value!r}, not a positive integer"
+        raise ConfigError(f"{key} of config.json {found}; restore the file from the checkpoint")
+    return value
+
+
 def attention_heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Query heads, key-value heads and the size of a head, with what a config.json may leave out."""
-    heads = int(config["num_attention_heads"])
+    """Query heads, key-value heads and the size of a head, with what a config.json may leave out.
+
+    Raises:
+        ConfigError: a number is missing or wrong.
+    """
+    heads = positive_int(config, "num_attention_heads")
     return (
         heads,
-        int(config.get("num_key_value_heads") or heads),
-        int(config.get("head_dim") or config["hidden_size"] // heads),
+        positive_int(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads,
+        positive_int(config, "head_dim") if config.get("head_dim") else positive_int(config, "hidden_size") // heads,
     )
 
 
@@ -171,7 +191,7 @@ def resolve(
     generation = read_json(Path(model_dir) / "generation_config.json")
     architecture = (config.get("architectures") or ["unknown"])[0]
     known = KNOWN_ARCHITECTURES.get(architecture)
-    vocab_size = config.get("vocab_size")
+    vocab_size = positive_int(config, "vocab_size") if "vocab_size" in config else None
 
     def from_files(keys: tuple[str, ...], token_key: str | None) -> Iterator[tuple[Any, str]]:
         yield from _from_keys(config, keys, "config.json")

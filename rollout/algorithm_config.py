@@ -24,11 +24,15 @@ def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, 
     if path is not None:
         file = Path(path)
         if not file.is_file():
-            raise ConfigError(f"dllm_algorithm_config {str(path)!r} does not exist; pass a YAML file or leave it out")
+            what = "is a directory" if file.is_dir() else "does not exist"
+            raise ConfigError(f"dllm_algorithm_config {str(path)!r} {what}; pass a YAML file or leave it out")
         try:
             loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"dllm_algorithm_config {str(path)!r} is not valid YAML: {error}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"dllm_algorithm_config {str(path)!r} is not valid YAML: {reason}; write 'key: value' lines"
+            ) from error
         if not isinstance(loaded, dict) or not loaded:
             raise ConfigError(
                 f"dllm_algorithm_config {str(path)!r} is empty or not a mapping; write 'key: value' lines "

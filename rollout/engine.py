@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from dllm.config import load_hf_config
+from dllm.config import load_hf_config, positive_int
 from rollout import preflight
 from rollout.params import GenerateParams, check_prompt, content_seed, greedy
 from rollout.records import RolloutError, RolloutSample
@@ -77,7 +77,7 @@ class Engine:
                 **flags,
             }
             self.report = preflight.check_server(requested)
-            self.vocab_size = int(load_hf_config(model_path)["vocab_size"])
+            self.vocab_size = positive_int(load_hf_config(model_path), "vocab_size")
             diffusion = self.report.block_diffusion
             assert diffusion is not None
             self.block_diffusion = diffusion

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from dllm.config import ConfigError, load_hf_config, resolve
+from dllm.config import ConfigError, load_hf_config, positive_int, resolve
 from dllm.decoding import SamplingParams
 from dllm.trace import TraceError
 from rollout.engine import Engine, GenerateParams, check_prompt
@@ -56,10 +56,12 @@ def load_tokenizer(model_path: str, trust_remote_code: bool) -> Any:
     from rollout.hf_config import register_configs
 
     register_configs()
+    if not Path(model_path).is_dir():
+        raise ConfigError(f"model path {model_path!r} is not a directory; pass a local Hugging Face checkpoint")
     try:
         return AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a broken file raises whatever its parser does
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"model path {model_path!r} has no tokenizer that loads ({reason}); add its files, or give prompts as "
             "'input_ids'"
@@ -79,15 +81,15 @@ def load_prompts(path: str, model_path: str, trust_remote_code: bool) -> list[li
     for number, line in enumerate(read_lines(path), 1):
         if "input_ids" in line:
             ids = line["input_ids"]
-            if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            if not isinstance(ids, list) or not all(type(i) is int for i in ids):
                 raise ConfigError(f"{path} line {number}: input_ids is not a list of integers")
             prompts.append(ids)
             continue
-        if not isinstance(line.get("text"), str) and not isinstance(line.get("messages"), list):
+        text = line.get("text")
+        if not isinstance(text, str) and (text is not None or not isinstance(line.get("messages"), list)):
             raise ConfigError(f"{path} line {number} has no 'text', 'messages' or 'input_ids'; give one of them")
         if tokenizer is None:
             tokenizer = load_tokenizer(model_path, trust_remote_code)
-        text = line.get("text")
         if text is None:
             try:
                 text = tokenizer.apply_chat_template(line["messages"], tokenize=False, add_generation_prompt=True)
@@ -107,7 +109,7 @@ def checked_prompts(args: argparse.Namespace) -> list[list[int]]:
     """
     options = read_algorithm_config(args.dllm_algorithm, args.dllm_algorithm_config)
     mask_id = resolve(args.model_path, block_size=options.get("block_size")).mask_id
-    vocab_size = int(load_hf_config(args.model_path)["vocab_size"])
+    vocab_size = positive_int(load_hf_config(args.model_path), "vocab_size")
     prompts = load_prompts(args.prompts, args.model_path, args.trust_remote_code)
     for number, prompt in enumerate(prompts, 1):
         try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dllm.config import ConfigError, attention_heads
+from dllm.config import ConfigError, attention_heads, positive_int
 from dllm.models import MODELS
 
 LOGIT_COPIES = 3
@@ -75,7 +75,7 @@ def weight_bytes(config: Config, dtype: str | None = None) -> int | None:
 def kv_bytes_per_token(config: Config, dtype: str | None = None, tp_size: int = 1) -> int:
     """Bytes of keys and values of one token over all layers on one GPU; a head is never split."""
     _, heads, head_dim = attention_heads(config)
-    layers = int(config["num_hidden_layers"])
+    layers = positive_int(config, "num_hidden_layers")
     return 2 * layers * -(-heads // tp_size) * head_dim * width(dtype or checkpoint_dtype(config))
 
 
@@ -194,7 +194,7 @@ def estimate(
         kv_tokens: size of the KV cache if the user set it.
         fraction: ``mem_fraction_static`` if the user set it.
     """
-    weights, vocab = weight_bytes(config, dtype), int(config["vocab_size"])
+    weights, vocab = weight_bytes(config, dtype), positive_int(config, "vocab_size")
     graph = min(running, default_graph_batch(total, tp_size) if graph_batch is None else graph_batch)
     context = context_length or int(config.get("max_position_embeddings") or 0)
     return MemoryEstimate(

@@ -14,7 +14,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dllm.config import KNOWN_ARCHITECTURES, BlockDiffusionConfig, ConfigError, load_hf_config, resolve
+from dllm.config import (
+    KNOWN_ARCHITECTURES,
+    BlockDiffusionConfig,
+    ConfigError,
+    attention_heads,
+    load_hf_config,
+    positive_int,
+    resolve,
+)
 from dllm.decoding import DECODERS, make_decoder
 from dllm.models import MODELS
 from rollout.algorithm_config import is_ours, read_algorithm_config
@@ -119,6 +127,8 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False, gpu_bytes:
             )
     with refusals.note():
         check_features(report.effective)
+    with refusals.note():
+        _check_sizes(report.effective, config)
     if training:
         with refusals.note():
             check_refresh(report.effective, config)
@@ -178,6 +188,16 @@ def resolve_trained(model_path: str, block_size: int | None) -> BlockDiffusionCo
     return given
 
 
+def _check_sizes(flags: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """What SGLang asserts while it loads, or never looks at."""
+    for name in ("tp_size", "context_length", "max_total_tokens"):
+        if flags.get(name) is not None and flags[name] < 1:
+            raise ConfigError(f"{name}={flags[name]} is not positive; leave it unset or give a positive number")
+    heads, tp_size = attention_heads(config)[0], flags.get("tp_size") or 1
+    if heads % tp_size:
+        raise ConfigError(f"tp_size={tp_size} does not divide the {heads} attention heads; use one that does")
+
+
 def _check_geometry(report: Report, size: int) -> None:
     get = report.effective.get
     for name in ("page_size", "chunked_prefill_size"):
@@ -201,7 +221,7 @@ def _fill_batch(
     if running is None:
         limit = CPU_MAX_RUNNING if device == "cpu" else GPU_MAX_RUNNING
         memory = device_memory_bytes(device) if gpu_bytes is None or device == "cpu" else gpu_bytes
-        chosen = choose_max_running_requests(int(config["vocab_size"]), block_size, memory, limit)
+        chosen = choose_max_running_requests(positive_int(config, "vocab_size"), block_size, memory, limit)
         report.set("max_running_requests", chosen, "unset; chosen from memory, SGLang would take 1")
     elif running < 1:
         raise ConfigError(f"max_running_requests={running} is not positive; leave it unset to choose it from memory")
@@ -246,12 +266,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rollout.plugin.arguments import parse
 
     arguments = list(sys.argv[1:] if argv is None else argv)
-    flags, ours = parse(arguments)
+    flags: dict[str, Any] = {}
     try:
+        flags, ours = parse(arguments)
         gpu_bytes = None if ours.gpu_memory_gb is None else int(ours.gpu_memory_gb * 1e9)
         report = check_server(flags, training=ours.training, gpu_bytes=gpu_bytes)
     except ConfigError as error:
-        if ours.json:
+        if "--json" in arguments:
             print(json.dumps({"ok": False, "requested": flags, "refused": str(error).splitlines()}, default=str))
         for line in str(error).splitlines():
             print(f"refused: {line}", file=sys.stderr)

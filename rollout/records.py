@@ -286,22 +286,23 @@ def read_lines(path: str | Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: no such file.
-        TraceError: a line is not a JSON object; the message has its number.
+        TraceError: a line is not a JSON object; the message has its number. Or the file is not text.
     """
     if Path(path).suffix == ".parquet":
         yield from read_parquet(path)
         return
-    with Path(path).open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise TraceError(f"{path} line {number} is not JSON: {error}") from error
-            if not isinstance(line, dict):
-                raise TraceError(f"{path} line {number} is not a JSON object")
-            yield line
+    number = 0
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                if not isinstance(line := json.loads(text), dict):
+                    raise TraceError(f"{path} line {number} is not a JSON object")
+                yield line
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        what = f"line {number} is not JSON" if isinstance(error, json.JSONDecodeError) else "is not text in UTF-8"
+        raise TraceError(f"{path} {what}: {error}") from error
 
 
 def read_traces(path: str | Path, block_size: int | None = None) -> list[RolloutTrace]:

@@ -75,7 +75,8 @@ class Refusals:
         try:
             yield
         except ConfigError as error:
-            self.messages.append(str(error))
+            if str(error) not in self.messages:  # several checks read the same file
+                self.messages.append(str(error))
 
     def raise_all(self) -> None:
         if self.messages:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from typing import Any
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
@@ -67,7 +68,8 @@ class Routes:
 
         if request.stream:
             kind = wire.MSGPACK if media == wire.MSGPACK else wire.EVENTS
-            return StreamingResponse(encoded(lines(), kind), media_type=kind, headers={"X-Rollout-Id": rid})
+            # Quoted: a name may hold what a header cannot, line ends among it.
+            return StreamingResponse(encoded(lines(), kind), media_type=kind, headers={"X-Rollout-Id": quote(rid)})
         try:
             await drain(lines(), http)
         except ValueError as error:

@@ -6,6 +6,7 @@ each on the renormalised rest, with the mask token excluded throughout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -33,6 +34,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.temperature < 0:
             raise ValueError(f"temperature={self.temperature} is negative; use 0 for greedy decoding")
+        if not math.isfinite(self.temperature):
+            raise ValueError(f"temperature={self.temperature} is not finite; use 1 for the model's own distribution")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} is not in (0, 1]; use 1 to switch it off")
         if self.top_k != NO_TOP_K and self.top_k < 1:

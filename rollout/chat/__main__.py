@@ -122,11 +122,16 @@ def open_chat(args: argparse.Namespace, console: Console) -> Chat:
     Raises:
         ConfigError: the preflight refused, or nothing answers at the address.
     """
-    if args.steps_per_second <= 0:
+    if not args.steps_per_second > 0:
         raise ConfigError(f"steps_per_second={args.steps_per_second} is not positive; use e.g. 20")
-    params = GenerateParams(SamplingParams(args.temperature), args.max_new_tokens)
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={args.max_new_tokens} is not positive; use e.g. 512")
+    try:
+        params = GenerateParams(SamplingParams(args.temperature), args.max_new_tokens)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     source: Source
-    if args.url:
+    if args.url is not None:
         address = Address(args.url, args.api_key)
         path = args.tokenizer or address.tokenizer_path
         if not Path(path).is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,23 @@ def check_reachable(args: Any) -> None:
             f"host={args.host!r} is reachable from other machines and has no key for weights, flush, profile, abort; "
             "pass --admin-api-key KEY or --host 127.0.0.1"
         )
+
+
+def check_port(args: Any) -> None:
+    """Refuse an address that cannot be listened on; SGLang would find out when the model is loaded.
+
+    Raises:
+        ConfigError: the port is taken, or there is no such host or port here.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in args.host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((args.host, args.port))
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"port={args.port} of host={args.host!r} cannot be listened on ({reason}); pass another --port or --host"
+        ) from error
 
 
 def longest(manager: Any) -> int:
@@ -124,10 +142,14 @@ def serve(argv: Sequence[str]) -> None:
     given = list(argv)
     if not any(part.partition("=")[0] == "--grammar-backend" for part in given):
         given += ["--grammar-backend", "none"]
-    args = prepare_server_args(given)
+    try:
+        args = prepare_server_args(given)
+    except (AssertionError, ValueError) as error:  # SGLang's own checks, and those of the preflight
+        raise ConfigError(str(error) or f"SGLang refuses the flags: {error!r}") from error
     if args.dllm_algorithm is None:
         raise ConfigError("--dllm-algorithm is not set; pass one, e.g. --dllm-algorithm SelectThenSample")
     check_reachable(args)
+    check_port(args)
     from sglang.srt.entrypoints import http_server
 
     from rollout.plugin import weights

@@ -13,7 +13,7 @@ from typing import Any
 
 from dllm.trace import TraceError
 from rollout.viewer.samples import view
-from rollout.viewer.source import Rollouts, parse_line
+from rollout.viewer.source import Rollouts, parse_line, texts_of
 from rollout.viewer.tokens import TokenTexts
 
 BUDGET_BYTES = 9_500_000
@@ -95,31 +95,31 @@ def collect_file(
     taken: list[Taken] = []
     groups: dict[Any, int] = {}
     size = 0
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
-                continue
-            if limit is not None and len(taken) == limit:
-                made.left_out += 1 + sum(1 for rest in file if rest.strip())
-                break
-            line = parse_line(path, number, text)
-            if line is None:
-                made.warnings.append(f"{path}: the last line was cut when its writer ended, and is not shown")
-                break
-            try:
-                sample = view(line, step, with_text)
-            except (TypeError, ValueError) as error:  # TraceError among them
-                made.warnings.append(f"{path} line {number} is not shown: {error}")
-                continue
-            one = Taken(sample, line, groups)
-            size += one.size
-            if limit is None and taken and size > budget:
-                made.left_out += 1 + sum(1 for rest in file if rest.strip())
-                whole = [other for other in taken if other.group != one.group]  # leave no group in half
-                made.left_out += len(taken) - len(whole) if whole else 0
-                taken = whole or taken
-                break
-            taken.append(one)
+    file = texts_of(path)
+    for number, text in enumerate(file, 1):
+        if not text.strip():
+            continue
+        if limit is not None and len(taken) == limit:
+            made.left_out += 1 + sum(1 for rest in file if rest.strip())
+            break
+        line = parse_line(path, number, text)
+        if line is None:
+            made.warnings.append(f"{path}: the last line was cut when its writer ended, and is not shown")
+            break
+        try:
+            sample = view(line, step, with_text)
+        except (TypeError, ValueError) as error:  # TraceError among them
+            made.warnings.append(f"{path} line {number} is not shown: {error}")
+            continue
+        one = Taken(sample, line, groups)
+        size += one.size
+        if limit is None and taken and size > budget:
+            made.left_out += 1 + sum(1 for rest in file if rest.strip())
+            whole = [other for other in taken if other.group != one.group]  # leave no group in half
+            made.left_out += len(taken) - len(whole) if whole else 0
+            taken = whole or taken
+            break
+        taken.append(one)
     for one in taken:
         made.add(one)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,11 @@ import yaml
 
 from dllm.config import ConfigError
 from dllm.trace import TraceError
+from rollout.records import read_parquet
+from rollout.saved import SUFFIXES
+
+MAX_STEPS = 1_000_000
+"""Longest range of training steps that is spelt out."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,10 @@ def parse_steps(text: str) -> set[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f"steps={text!r}: {part.strip()!r} is no step; write for instance 1,5,10-20")
-        steps.update(range(int(first), int(last or first) + 1))
+        chosen = range(int(first), int(last or first) + 1)
+        if chosen.stop - chosen.start > MAX_STEPS:
+            raise ConfigError(f"steps={text!r}: {part.strip()!r} is more than {MAX_STEPS} steps; write a shorter range")
+        steps.update(chosen)
     return steps
 
 
@@ -65,11 +73,12 @@ def find_rollouts(path: str | Path, steps: Collection[int] | None = None) -> Rol
     if not root.is_dir():
         raise ConfigError(f"run {str(path)!r} does not exist; pass a run directory or a .jsonl file of rollouts")
     folder = root / "rollouts" if (root / "rollouts").is_dir() else root
-    found = sorted((int(file.stem), file) for file in folder.glob("*.jsonl") if file.stem.isdecimal())
+    files = [file for suffix in reversed(SUFFIXES) for file in folder.glob(f"*{suffix}") if file.stem.isdecimal()]
+    found = sorted({int(file.stem): file for file in files}.items())  # JSON lines, where a step has both
     if not found:
         raise ConfigError(
-            f"run {str(path)!r} has no rollouts/<step>.jsonl; pass the directory of a training run that finished a "
-            "step, or a .jsonl file of rollout.generate"
+            f"run {str(path)!r} has no rollouts/<step>.jsonl or .parquet; pass the directory of a training run that "
+            "finished a step, or a .jsonl file of rollout.generate"
         )
     files: list[tuple[int | None, Path]] = [(step, file) for step, file in found if steps is None or step in steps]
     if not files:
@@ -94,6 +103,20 @@ def model_paths(run: Path) -> list[Path]:
     saved = run.glob("checkpoints/global_step_*/actor/huggingface")
     paths += sorted(saved, key=lambda p: -int("0" + p.parts[-3].removeprefix("global_step_")))
     return [path for path in paths if path.is_dir()]
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """The lines of a rollout file as JSON texts, each with the end that it has in the file.
+
+    Raises:
+        TraceError: a parquet file that is none.
+    """
+    if path.suffix == ".parquet":
+        for line in read_parquet(path):
+            yield json.dumps(line) + "\n"
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        yield from file
 
 
 def parse_line(path: Path, number: int, text: str) -> dict[str, Any] | None:

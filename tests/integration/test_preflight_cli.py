@@ -10,8 +10,11 @@ from tests.support import run_module
 FLAGS = ("--model-path", CHECKPOINT_DIR / "tiny_llada2", "--dllm-algorithm", "SelectThenSample")
 
 
-def test_settings_are_printed():
-    done = run_module("rollout.preflight", *FLAGS, "--device", "cpu", "--no-dllm-fdfo", "--max-running-requests", "8")
+def test_settings_are_printed(tmp_path):
+    """Flags may stand in a file, as for the server."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("device: cpu\nmax-running-requests: 8\n")
+    done = run_module("rollout.preflight", *FLAGS, "--config", file, "--no-dllm-fdfo")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     assert "max_running_requests: 8 (as asked)" in lines and "dllm_fdfo: False (as asked)" in lines

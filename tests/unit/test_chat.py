@@ -126,6 +126,22 @@ def test_a_failed_request_is_forgotten(tokenizer):
     assert made.messages == []
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "temperature=-1.0 is negative; use 0"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0 is not positive; use e.g. 512"),
+        (["--steps-per-second", "nan"], "steps_per_second=nan is not positive; use e.g. 20"),
+        ([], "model path 'nowhere' is not a directory; pass a local"),
+    ],
+)
+def test_bad_flags(capsys, flags, message):
+    assert main(["--model-path", "nowhere", *flags]) == 2
+    assert f"error: {message}" in capsys.readouterr().err
+
+
 def test_nobody_answers(capsys):
+    assert main(["--url", "", "--message", "hello"]) == 2
+    assert "url='' does not answer" in capsys.readouterr().err
     assert main(["--url", "http://127.0.0.1:9", "--message", "hello"]) == 2
     assert "url='http://127.0.0.1:9' does not answer" in capsys.readouterr().err

@@ -85,16 +85,30 @@ def test_bad_flags(call, flags, message):
         ([{"input_ids": [7, 100000]}], "line 1: prompt has ids outside the vocabulary of "),
         ([{"input_ids": [7, -1]}], "line 1: prompt has ids outside the vocabulary of "),
         ([["text"]], "line 1 is not a JSON object"),
+        ([{"input_ids": [True]}], "line 1: input_ids is not a list of integers"),
+        ([{"text": 5, "messages": [{"role": "user", "content": "a"}]}], "line 1 has no 'text', 'messages' or"),
         (
             [{"messages": [{"role": "robot", "content": "a"}]}],
             "line 1: the chat template refuses the messages: role robot",
         ),
     ],
-    ids=["empty", "no key", "types", "empty prompt", "vocabulary", "negative", "no object", "role"],
+    ids=["empty", "no key", "types", "empty prompt", "vocabulary", "negative", "no object", "bool", "no text", "role"],
 )
 def test_bad_prompts(call, prompts, message):
     printed = call(prompts)
     assert printed.startswith("error: ") and message in printed and len(printed.splitlines()) == 1
+
+
+def test_a_file_that_is_no_text(call, tmp_path):
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\n")
+    assert "binary.jsonl is not text in UTF-8: " in call(prompts=tmp_path / "binary.jsonl")
+
+
+def test_a_broken_tokenizer(call, tiny_dir, tmp_path):
+    for name in ("config.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((tiny_dir / name).read_text())
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "has no tokenizer that loads (" in call(model_path=tmp_path)
 
 
 def test_mask_token_in_a_prompt(call, tiny_dir):

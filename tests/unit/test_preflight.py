@@ -69,6 +69,9 @@ class TestRefusals:
             ({"vocab_size": 100}, r"mask_id of architecture .* is not named by .*; add 'mask_token_id' to config.json"),
             ({"mask_token_id": 200000}, r"mask_id=200000 .* outside the vocabulary of 157184; add the right"),
             ({"block_size": -4}, r"block_size=-4 \(from config.json block_size\) is not a positive integer; use"),
+            ({"vocab_size": "many"}, r"^vocab_size of config.json is 'many', not a positive integer; restore the file"),
+            ({"num_hidden_layers": None}, r"^num_hidden_layers of config.json is missing; restore the file"),
+            ({"num_attention_heads": 0}, r"^num_attention_heads of config.json is 0, not a positive integer; restore"),
         ],
     )
     def test_block_size_or_mask_id_that_cannot_be_resolved(self, model, changes, message):
@@ -105,6 +108,14 @@ class TestRefusals:
         path.write_text(text)
         refused(message, **flags(model(), dllm_algorithm_config=str(path)))
 
+    def test_files_that_are_something_else(self, model, tmp_path):
+        binary = tmp_path / "a.yaml"
+        binary.write_bytes(b"\xff\xfe")
+        refused(r"'.*a.yaml' is not valid YAML: .*; write", **flags(model(), dllm_algorithm_config=str(binary)))
+        refused(r"' is a directory; pass a YAML file", **flags(model(), dllm_algorithm_config=str(tmp_path)))
+        write_json(tmp_path / "model" / "config.json", [1])
+        refused(r"config.json is not a JSON object; restore the file", **flags(str(tmp_path / "model")))
+
     def test_missing_algorithm_file(self, model):
         refused(
             r"dllm_algorithm_config 'no.yaml' does not exist; pass a YAML file or leave it out",
@@ -134,6 +145,8 @@ class TestRefusals:
         ("change", "message"),
         [
             ({"pp_size": 2}, r"pp_size=2 is not supported for block diffusion; use tp_size"),
+            ({"tp_size": 3}, r"tp_size=3 does not divide the 16 attention heads; use one that does"),
+            ({"context_length": -5}, r"context_length=-5 is not positive; leave it unset"),
             ({"enable_lora": True}, r"enable_lora=True is not supported .*; merge the adapter"),
             ({"lora_paths": ["a"]}, r"lora_paths=\['a'\] is not supported .*; merge the adapter"),
             ({"speculative_algorithm": "EAGLE"}, r"speculative_algorithm='EAGLE' drafts token by token, .*; leave it"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from types import SimpleNamespace
 
@@ -11,6 +12,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, model_validator
 
+from dllm.config import ConfigError
+from rollout.plugin.http import check_port
 from rollout.plugin.refusals import Refusals, _error_response
 
 
@@ -108,3 +111,16 @@ def test_without_the_middleware_nothing_changes():
     client = TestClient(application(), raise_server_exceptions=False)
     assert client.post("/caught", json={"tokens": []}).status_code == 500
     assert sys.exc_info() == (None, None, None)
+
+
+def test_a_port_that_is_taken():
+    """Known before the model is loaded."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port={port} of host='127.0.0.1' cannot be listened on \(.*\); pass"):
+            check_port(SimpleNamespace(host="127.0.0.1", port=port))
+    check_port(SimpleNamespace(host="127.0.0.1", port=port))
+    with pytest.raises(ConfigError, match="port=99999 of host"):
+        check_port(SimpleNamespace(host="127.0.0.1", port=99999))

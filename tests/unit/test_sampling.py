@@ -182,6 +182,7 @@ def test_a_draw_does_not_depend_on_the_batch():
     ("arguments", "message"),
     [
         ({"temperature": -0.1}, r"temperature=-0.1 is negative; use 0"),
+        ({"temperature": float("nan")}, r"temperature=nan is not finite; use 1"),
         ({"top_p": 0.0}, r"top_p=0.0 is not in \(0, 1\]; use 1"),
         ({"top_p": 1.5}, r"top_p=1.5 is not in"),
         ({"top_k": 0}, r"top_k=0 is not positive; use -1"),

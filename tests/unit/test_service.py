@@ -7,8 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from dllm.config import BlockDiffusionConfig
 from dllm.decoding import DECODERS, SamplingParams
@@ -19,6 +22,7 @@ from rollout.params import GenerateParams, content_seed
 from rollout.protocol import RequestError, RolloutRequest, parse
 from rollout.records import RolloutError, join_samples
 from rollout.requests import Answer, Model, jobs_of
+from rollout.routes import rollout_routes
 from rollout.service import Block, DuplicateRequest, Finished, Job, Service
 
 SIZE, MASK, VOCAB = 4, 9, 10
@@ -226,6 +230,20 @@ class TestRequests:
             self.jobs(**body)
         assert (caught.value.field, caught.value.status) == (field, 400)
         assert caught.value.body()["error"]["field"] == field
+
+
+@pytest.mark.parametrize("rid", ["plain-1", "\u65e5\u672c", "a\r\nX-Other: b"])
+def test_any_name_of_a_stream_comes_back_in_its_header(rid):
+    """And is free again afterwards."""
+    app = FastAPI()
+    app.include_router(rollout_routes(lambda: (service()[0], MODEL)))
+    http = TestClient(app)
+    body = {"prompts": [{"input_ids": [1, 2, 3]}], "stream": True, "rid": rid}
+    for _ in range(2):
+        answer = http.post("/rollout/generate", json=body)
+        assert answer.status_code == 200 and unquote(answer.headers["X-Rollout-Id"]) == rid
+        assert "X-Other" not in answer.headers
+    assert http.get("/rollout/info").json()["running"] == 0
 
 
 class TestResumed:

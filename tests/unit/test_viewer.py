@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 
+from rollout.records import read_lines, write_parquet
 from rollout.viewer import __main__ as viewer
 from rollout.viewer import build
 from rollout.viewer.source import parse_steps
@@ -68,6 +69,14 @@ def test_a_run_in_order(view, run_dir):
     assert data["prompts"] == [[1] * 5, [2] * 5], "a prompt is embedded once, whatever the number of its samples"
     assert (data["name"], data["left_out"], errors) == ("run", 0, "")
     assert printed.splitlines()[-1].startswith("8 rollouts, ")
+
+
+def test_a_directory_of_parquet_files(view, run_dir, tmp_path):
+    """As ``--save-debug-rollouts`` writes them: the same page."""
+    (tmp_path / "saved").mkdir()
+    for file in (run_dir / "rollouts").iterdir():
+        write_parquet(tmp_path / "saved" / f"{file.stem}.parquet", list(read_lines(file)))
+    assert view(tmp_path / "saved")[0]["samples"] == view(run_dir)[0]["samples"]
 
 
 def test_the_default_file_lies_in_the_run(run_dir, capsys):
@@ -215,9 +224,13 @@ def test_a_broken_sample_is_named_and_the_others_shown(view, tmp_path, change, r
     ("flags", "message"),
     [
         (["nowhere"], r"run 'nowhere' does not exist; pass a run directory or a .jsonl file of rollouts"),
-        (["EMPTY"], r"run '.*' has no rollouts/<step>.jsonl; pass the directory of a training run that .*"),
+        (["EMPTY"], r"run '.*' has no rollouts/<step>.jsonl or .parquet; pass the directory of a training run that .*"),
         (["RUN", "--limit", "0"], r"limit=0 must be at least 1"),
         (["RUN", "--steps", "1,x"], r"steps='1,x': 'x' is no step; write for instance 1,5,10-20"),
+        (
+            ["RUN", "--steps", "1-99999999999"],
+            r"steps=.*: '1-99999999999' is more than 1000000 steps; write a shorter .*",
+        ),
         (["RUN", "--steps", "3"], r"none of steps=\[3\] is in '.*', which has 2 to 10"),
         (["FILE", "--steps", "3"], r"steps=\[3\] need a run directory, and '.*' is a file; remove --steps"),
         (["RUN", "--out", "EMPTY"], r"out='.*' is a directory; give the path of a file"),
