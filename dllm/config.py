@@ -85,9 +85,12 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); restore the file from the checkpoint") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} is not a JSON object; restore the file from the checkpoint")
+    return value
 
 
 def load_hf_config(model_dir: str | Path) -> dict[str, Any]:

@@ -65,6 +65,8 @@ class ServiceControl:
         try:
             decoded = answer.json()
         except ValueError:
+            decoded = None
+        if not isinstance(decoded, dict):
             decoded = {"error": answer.text[:500]}
         if answer.status_code != 200:
             message = decoded.get("error") or decoded.get("detail") or decoded
@@ -79,7 +81,10 @@ class ServiceControl:
 
     def state(self) -> dict[str, Any]:
         """State, version, open session, dtype of the weights."""
-        return self.call("GET", "/state")
+        state = self.call("GET", "/state")
+        if "dtype" not in state:
+            raise WeightSyncError(f"server {self.url} has no weight sessions; start it with `python -m rollout.server`")
+        return state
 
     def open(self, manifest: Manifest) -> list[int] | None:
         """Begin an update or go on with it; which buckets are missing, None if it has been committed."""
