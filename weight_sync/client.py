@@ -22,10 +22,10 @@ from weight_sync.messages import (
     BucketSpec,
     Manifest,
     NoAnswer,
-    ResendError,
     Slots,
     WeightSyncError,
     applied_seconds,
+    refusal,
 )
 
 
@@ -41,7 +41,6 @@ class ServiceControl:
     """
 
     staged = True
-    """The engine's weights are not written to before the commit."""
 
     def __init__(
         self, url: str, admin_key: str | None = None, timeout: float = 300.0, drain_seconds: float = 60.0
@@ -74,9 +73,7 @@ class ServiceControl:
                 message = "it has no weight sessions; start it with `python -m rollout.server`"
             if answer.status_code == 401:
                 message = "it wants its admin key; give --admin-api-key"
-            resend = answer.status_code == 422 and (method == "PUT" or path.endswith(("/prepare", "/messages")))
-            kind = ResendError if resend else WeightSyncError
-            raise kind(f"server {self.url} refused {method} {path} ({answer.status_code}): {message}")
+            raise refusal(f"server {self.url} refused {method} {path} ({answer.status_code}): {message}")
         return decoded
 
     def state(self) -> dict[str, Any]:

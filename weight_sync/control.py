@@ -17,7 +17,6 @@ from torch import Tensor
 from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
-    RESEND,
     Abort,
     BucketSpec,
     Commit,
@@ -27,8 +26,8 @@ from weight_sync.messages import (
     Read,
     ResendError,
     Slots,
-    WeightSyncError,
     applied_seconds,
+    refusal,
 )
 
 LOADER = "weight_sync.loader.load"
@@ -68,6 +67,8 @@ class EngineControl:
         applied_seconds: that the engine's loader has spent on buckets so far.
     """
 
+    staged = False
+
     def __init__(
         self,
         url: str,
@@ -101,8 +102,7 @@ class EngineControl:
         failed = isinstance(decoded, dict) and decoded.get("success") is False
         if answer.status_code != 200 or failed:
             message = decoded.get("message", decoded) if isinstance(decoded, dict) else decoded
-            kind = ResendError if RESEND in str(message) else WeightSyncError
-            raise kind(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
+            raise refusal(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
         return decoded
 
     def message(

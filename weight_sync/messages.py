@@ -63,7 +63,12 @@ ABORT_SECONDS = 5.0
 
 
 RESEND = "resend: "
-"""Beginning of a loader's message that is a ``ResendError``."""
+"""What a refusal says that is a ``ResendError``, whoever it comes from."""
+
+
+def refusal(text: str) -> WeightSyncError:
+    """The error of a loader, a server or a receiver that refused with these words."""
+    return (ResendError if RESEND in text else WeightSyncError)(text)
 
 
 CHECKSUM = "checksum: "

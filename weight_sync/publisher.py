@@ -292,7 +292,7 @@ class WeightPublisher:
                     continue
             status.error = str(errors.get(engine.url, error))
             # A staged update does not touch the engine before its commit.
-            status.closed |= update.touched and (update.stage == "commit" or not getattr(engine, "staged", False))
+            status.closed |= update.touched and (update.stage == "commit" or not engine.staged)
             try:
                 engine.abort(update.manifest.run_id, update.manifest.version)
                 if not status.closed:

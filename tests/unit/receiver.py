@@ -88,6 +88,8 @@ class Receiver(nn.Module):
 class LocalEngine:
     """An engine whose loader runs in this process; what a test does to messages goes into ``tamper``."""
 
+    staged = False
+
     def __init__(self, receiver: Receiver, url: str = "local") -> None:
         self.receiver, self.url = receiver, url
         self.calls: list[str] = []

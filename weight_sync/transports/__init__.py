@@ -16,9 +16,14 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """What takes an update; ``weight_sync.control.EngineControl`` documents the calls."""
+    """What takes an update; ``weight_sync.control.EngineControl`` documents the calls.
+
+    Attributes:
+        staged: the engine's weights are not written to before the commit.
+    """
 
     url: str
+    staged: bool
 
     def pause(self) -> None: ...
 

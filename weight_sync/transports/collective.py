@@ -20,15 +20,14 @@ from torch import Tensor
 from weight_sync.buckets import Bucket, new_buffer
 from weight_sync.messages import (
     ABORT_SECONDS,
-    RESEND,
     Abort,
     BucketSpec,
     Commit,
     Manifest,
     Message,
     NoAnswer,
-    ResendError,
     WeightSyncError,
+    refusal,
 )
 from weight_sync.transports import Engine
 
@@ -169,8 +168,7 @@ class RemoteEngine:
         except TimeoutError as error:
             raise NoAnswer(f"{self.url} does not answer") from error
         if not said["ok"]:
-            kind = ResendError if said["message"].startswith(RESEND) else WeightSyncError
-            raise kind(f"{self.url}: {said['message']}")
+            raise refusal(f"{self.url}: {said['message']}")
         return str(said["message"])
 
     def pause(self) -> None:
