@@ -45,7 +45,7 @@ class ServiceControl:
     def __init__(
         self, url: str, admin_key: str | None = None, timeout: float = 300.0, drain_seconds: float = 60.0
     ) -> None:
-        self.url, self.timeout, self.drain_seconds = url.rstrip("/"), timeout, drain_seconds
+        self.url, self.timeout, self.drain_seconds, self.held = url.rstrip("/"), timeout, drain_seconds, ""
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
@@ -85,7 +85,11 @@ class ServiceControl:
 
     def open(self, manifest: Manifest) -> list[int] | None:
         """Begin an update or go on with it; which buckets are missing, None if it has been committed."""
-        answer = self.call("POST", "/sessions", json=json.loads(manifest.encode()))
+        return self._opened(json=json.loads(manifest.encode()))
+
+    def _opened(self, **arguments: Any) -> list[int] | None:
+        answer = self.call("POST", "/sessions", **arguments)
+        self.held = answer["version"] or ""
         return None if answer["committed"] else answer["missing"]
 
     def begin(self, manifest: Manifest) -> None:
@@ -157,8 +161,7 @@ class StreamControl(ServiceControl):
     def open(self, manifest: Manifest) -> list[int] | None:
         self.tp_size = self.state()["tp_size"]
         body = {**json.loads(manifest.encode()), "mode": "stream", "drain_seconds": self.drain_seconds}
-        answer = self.call("POST", "/sessions", json=body, timeout=self.timeout + self.drain_seconds)
-        return None if answer["committed"] else answer["missing"]
+        return self._opened(json=body, timeout=self.timeout + self.drain_seconds)
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         self._relay(Slots(run_id, version), buffers)

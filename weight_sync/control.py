@@ -17,6 +17,7 @@ from torch import Tensor
 from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
+    HOLDS,
     Abort,
     BucketSpec,
     Commit,
@@ -79,7 +80,7 @@ class EngineControl:
     ) -> None:
         self.url, self.tp_size = url.rstrip("/"), tp_size
         self.timeout, self.drain_seconds = timeout, drain_seconds
-        self.applied_seconds = 0.0
+        self.applied_seconds, self.held = 0.0, ""
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
@@ -147,7 +148,7 @@ class EngineControl:
 
     def begin(self, manifest: Manifest) -> None:
         """Announce an update; refused before its first byte if the engine's tensors are others."""
-        self.message(manifest)
+        self.held = self.message(manifest).partition(HOLDS)[2]
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         """Share device buffers for the rest of the update."""

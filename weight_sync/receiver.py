@@ -136,7 +136,8 @@ class Receiver:
         key = (raw["run_id"], raw["version"])
         if raw["kind"] == "commit":
             self._commit(Commit.from_dict(raw), key)
-        elif raw["kind"] == "abort" and self.staged is not None and self._open() == key:
+            return self.engine.held
+        if raw["kind"] == "abort" and self.staged is not None and self._open() == key:
             self.staged = None
         return ""
 

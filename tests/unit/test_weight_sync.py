@@ -349,6 +349,17 @@ class TestPublisher:
             publisher.publish(small_model().state_dict(), "1")
         assert "commit" not in engine.calls
 
+    def test_an_engine_that_was_restarted(self, publisher, engine):
+        for version in (1, 2):
+            assert not publisher.publish(small_model().state_dict(), version).strayed
+        loader.STATE = loader.LoaderState()
+        assert publisher.publish(small_model().state_dict(), 3).strayed == {"local": ""}
+        loader.STATE.label = "99"
+        assert publisher.publish(small_model().state_dict(), 4).strayed == {"local": "99"}
+        loader.STATE = loader.LoaderState()
+        publisher.rejoin(engine)
+        assert not publisher.publish(small_model().state_dict(), 5).strayed, "it was announced"
+
     def test_an_engine_joins(self, publisher, engine, layout):
         other = LocalEngine(Receiver({name: spec.shape for name, spec in layout.wire.items()}), "other")
         assert publisher.rejoin(other) is None

@@ -20,10 +20,12 @@ class Engine(Protocol):
 
     Attributes:
         staged: the engine's weights are not written to before the commit.
+        held: version that it had when the present update began ("" if it has had none since its start).
     """
 
     url: str
     staged: bool
+    held: str
 
     def pause(self) -> None: ...
 

@@ -150,7 +150,7 @@ class RemoteEngine:
     staged = True
 
     def __init__(self, channel: Channel, rank: int) -> None:
-        self.channel, self.rank, self.url = channel, rank, f"receiver {rank}"
+        self.channel, self.rank, self.url, self.held = channel, rank, f"receiver {rank}", ""
 
     def ask(self, message: Message, timeout: float | None = None) -> str:
         self.channel.tell(self.rank, message.encode())
@@ -187,7 +187,7 @@ class RemoteEngine:
         raise WeightSyncError("a receiver takes buckets from its process group only; use CollectiveTransport")
 
     def commit(self, run_id: str, version: str, checksum: str = "") -> None:
-        self.ask(Commit(run_id, version, checksum), 4 * self.channel.timeout)
+        self.held = self.ask(Commit(run_id, version, checksum), 4 * self.channel.timeout)
 
     def abort(self, run_id: str, version: str) -> None:
         self.ask(Abort(run_id, version), min(self.channel.timeout, ABORT_SECONDS))
