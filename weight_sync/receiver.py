@@ -118,7 +118,7 @@ class Receiver:
             except Exception as error:
                 logger.warning("refused: %s", error)
                 answer = {"ok": False, "message": str(error)}
-            self.channel.tell(TRAINER, json.dumps(answer))
+            self.channel.tell(TRAINER, json.dumps({**answer, "to": self.channel.heard(TRAINER)}))
 
     def handle(self, text: str) -> str:
         *way, header = text.split("\n", 1)

@@ -83,6 +83,14 @@ class Channel:
                 raise WeightSyncError(f"the {self.size} processes of a refresh did not meet: {error}") from error
         return self._group
 
+    def sent(self, rank: int) -> int:
+        """How many messages have been left for ``rank``."""
+        return self._sent[rank]
+
+    def heard(self, rank: int) -> int:
+        """How many messages of ``rank`` have been read."""
+        return self._read[rank]
+
     def tell(self, rank: int, text: str) -> None:
         """Leave a message for ``rank``."""
         try:
@@ -163,8 +171,11 @@ class RemoteEngine:
             ResendError, WeightSyncError: it refused.
             NoAnswer: it said nothing.
         """
+        said: dict[str, Any] = {}
         try:
-            said = json.loads(self.channel.hear(self.rank, timeout))
+            # What comes late, or was not waited for, answers an earlier message.
+            while said.get("to") != self.channel.sent(self.rank):
+                said = json.loads(self.channel.hear(self.rank, timeout))
         except TimeoutError as error:
             raise NoAnswer(f"{self.url} does not answer") from error
         if not said["ok"]:
@@ -217,17 +228,25 @@ class CollectiveTransport:
         remote = [engine for engine in engines if isinstance(engine, RemoteEngine)]
         if len(remote) != len(engines) or (len(remote) != self.channel.size - 1 and not self.point_to_point):
             raise WeightSyncError(
-                "a broadcast reaches all receivers of the channel; use point_to_point for some of them"
+                "a broadcast reaches all receivers of the channel, or none: start those that are lost again and make a "
+                "new Channel, or use point_to_point"
             )
         data = bucket.data.to(self.channel.device)
         header = json.dumps({"broadcast": not self.point_to_point}) + "\n" + spec.encode()
         for engine in remote:
             self.channel.tell(engine.rank, header)
-        if spec.nbytes and self.point_to_point:
-            for engine in remote:
-                self.channel.send(data, engine.rank)
-        elif spec.nbytes:
-            self.channel.broadcast(data)
+        reached = remote
+        try:
+            if spec.nbytes and self.point_to_point:
+                for engine in remote:
+                    reached = [engine]
+                    self.channel.send(data, engine.rank)
+            elif spec.nbytes:
+                self.channel.broadcast(data)
+        except WeightSyncError as error:
+            # A broadcast does not say whom it has not reached.
+            error.errors = {engine.url: WeightSyncError(f"{engine.url}: {error}") for engine in reached}
+            raise
         return [engine.answer() for engine in remote]
 
     def release(self) -> None:
