@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -259,7 +260,7 @@ class TestPublisher:
             sums.add(WeightPublisher(layout, Loopback(), [engine], size).publish(state, "1").checksum)
         assert len(sums) == 1
 
-    @pytest.mark.parametrize("what", ["missing", "extra", "prefix", "rounded", "half"])
+    @pytest.mark.parametrize("what", ["missing", "extra", "prefix", "rounded", "half", "half expert", "twice"])
     def test_refused_before_the_engine_hears_of_it(self, publisher, engine, what):
         state = small_model().state_dict()
         edits = {
@@ -269,10 +270,26 @@ class TestPublisher:
             "rounded": {n: t.bfloat16() if n.endswith("expert_bias") else t for n, t in state.items()},
             "half": {n: t[:, : t.shape[1] // 2] if n.endswith("gate_up_proj") else t for n, t in state.items()},
         }
+        one_by_one = dict(split_experts(state.items()))
+        halves = {n: t[: len(t) // 2] if n.endswith("experts.0.up_proj.weight") else t for n, t in one_by_one.items()}
+        edits |= {"half expert": halves, "twice": {**one_by_one, **state}}
         for named in (edits[what], list(edits[what].items())):
             with pytest.raises(LayoutError):
                 publisher.publish(named, "1")
         assert not engine.calls
+
+    def test_gate_and_up_exchanged(self, publisher, engine):
+        """They have one shape. Under exchanged names both arrive as they are named: nothing can tell, and two updates
+        differ in their checksums alone. A mixture of both names is refused."""
+        one_by_one = dict(split_experts(small_model().state_dict().items()))
+        other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        swap = lambda name: re.sub(r"(gate_proj|up_proj)(?=\.weight$)", lambda match: other[match[1]], name)
+        right = publisher.publish(one_by_one, 1)
+        wrong = publisher.publish({swap(name): tensor for name, tensor in one_by_one.items()}, 2)
+        assert wrong.checksum != right.checksum
+        half = [(swap(name) if ".gate_proj" in name else name, tensor) for name, tensor in one_by_one.items()]
+        with pytest.raises(LayoutError, match="is sent twice"):
+            publisher.publish(half, 3)
 
     def test_a_stream_that_lacks_a_buffer_leaves_the_engine_closed(self, publisher, engine):
         """What ``named_parameters()`` alone would send."""
