@@ -20,7 +20,7 @@ from weight_sync import loader
 from weight_sync.buckets import ALIGNMENT, fill_buckets, largest_bucket, new_buffer, view
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import BucketSpec, Manifest, SyncReport, WeightSyncError
+from weight_sync.messages import BucketSpec, EngineFailed, Manifest, SyncReport, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.shm import SharedMemoryTransport
 
@@ -448,6 +448,33 @@ class TestControl:
 
         control(answer).commit("run", "9")
         assert next(answers, None) is None
+
+    @pytest.mark.parametrize("fault", ["hangs", "dies", "refuses", "answers late"])
+    def test_a_bucket_without_success(self, layout, fault):
+        """Sent once, and the engine is not opened again: it may hold a part of it."""
+        calls = []
+
+        def answer(request):
+            path = request.url.path
+            header = json.loads(request.content).get("serialized_named_tensors")
+            calls.append((path, header[0] if header else ""))
+            updates = sum(path == "/update_weights_from_tensor" for path, _ in calls)
+            if updates == 3 or (updates > 3 and fault in ("hangs", "dies")):
+                if fault == "refuses":
+                    return httpx.Response(400, json={"success": False, "message": "rank 1: KeyError: 'w13'"})
+                raise httpx.ConnectError("gone") if fault == "dies" else httpx.ReadTimeout("timed out")
+            return httpx.Response(200, json={"success": True, "message": ""})
+
+        publisher = WeightPublisher(layout, SharedMemoryTransport(), [control(answer)], 8192)
+        with pytest.raises(EngineFailed, match="version 1 failed at bucket 1: engine http://engine:1") as failure:
+            publisher.publish(small_model().state_dict(), 1)
+        status = publisher.status()["http://engine:1"]
+        assert status.closed and "/continue_generation" not in [path for path, _ in calls]
+        assert bool(failure.value.lost) == status.lost == (fault in ("hangs", "dies"))
+        # Manifest, two buckets, the end of the update.
+        payloads = [payload for path, payload in calls if path == "/update_weights_from_tensor"]
+        assert len(payloads) == len(set(payloads)) == 4
+        publisher.close()
 
     def test_every_rank_gets_its_own_payload(self):
         bodies = []
