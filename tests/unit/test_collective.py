@@ -73,7 +73,7 @@ def test_all_receivers_hand_over_what_was_sent(fleet, count, point_to_point):
     assert report.buckets > 5 and report.version == "3"
     told = sorted(events.get(timeout=20) for _ in range(count))
     assert told == [(rank, "3", True, ["pause", "begin"]) for rank in range(1, count + 1)]
-    publisher.publish(small_model(4).state_dict(), "4")
+    assert not publisher.publish(small_model(4).state_dict(), "4").strayed, "the engine says what it held"
     assert {events.get(timeout=20)[1:3] for _ in range(count)} == {("4", True)}
 
 
