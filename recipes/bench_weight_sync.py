@@ -189,6 +189,10 @@ def main() -> int:
     results = Results(arguments.json, device=arguments.device, torch=torch.__version__)
     try:
         config = read_config(arguments.config)
+        if arguments.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("--device=cuda: torch finds no GPU here; use --device cpu")
+        if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+            raise ConfigError(f"--json={arguments.json}: its directory does not exist; make it first")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -184,7 +184,7 @@ def refresh_metrics(
     metrics: dict[str, float] = {}
     for name in known[0] if known else ():
         values = [cost[name] for cost in known]
-        total = name.endswith(("bytes", "buckets", "resent"))
+        total = name.endswith(("bytes", "buckets", "resent", "strayed"))
         metrics[name] = sum(values) if total else min(values) if name.endswith("gbps") else max(values)
     versions = [v for line in lines for v in line.get("weight_versions", ())]
     numbers = [int(v) for v in versions if str(v).isdigit()]

@@ -22,10 +22,10 @@ from weight_sync.messages import (
     BucketSpec,
     Manifest,
     NoAnswer,
-    ResendError,
     Slots,
     WeightSyncError,
     applied_seconds,
+    refusal,
 )
 
 
@@ -41,12 +41,11 @@ class ServiceControl:
     """
 
     staged = True
-    """The engine's weights are not written to before the commit."""
 
     def __init__(
         self, url: str, admin_key: str | None = None, timeout: float = 300.0, drain_seconds: float = 60.0
     ) -> None:
-        self.url, self.timeout, self.drain_seconds = url.rstrip("/"), timeout, drain_seconds
+        self.url, self.timeout, self.drain_seconds, self.held = url.rstrip("/"), timeout, drain_seconds, ""
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
@@ -65,6 +64,8 @@ class ServiceControl:
         try:
             decoded = answer.json()
         except ValueError:
+            decoded = None
+        if not isinstance(decoded, dict):
             decoded = {"error": answer.text[:500]}
         if answer.status_code != 200:
             message = decoded.get("error") or decoded.get("detail") or decoded
@@ -72,18 +73,23 @@ class ServiceControl:
                 message = "it has no weight sessions; start it with `python -m rollout.server`"
             if answer.status_code == 401:
                 message = "it wants its admin key; give --admin-api-key"
-            resend = answer.status_code == 422 and (method == "PUT" or path.endswith(("/prepare", "/messages")))
-            kind = ResendError if resend else WeightSyncError
-            raise kind(f"server {self.url} refused {method} {path} ({answer.status_code}): {message}")
+            raise refusal(f"server {self.url} refused {method} {path} ({answer.status_code}): {message}")
         return decoded
 
     def state(self) -> dict[str, Any]:
         """State, version, open session, dtype of the weights."""
-        return self.call("GET", "/state")
+        state = self.call("GET", "/state")
+        if "dtype" not in state:
+            raise WeightSyncError(f"server {self.url} has no weight sessions; start it with `python -m rollout.server`")
+        return state
 
     def open(self, manifest: Manifest) -> list[int] | None:
         """Begin an update or go on with it; which buckets are missing, None if it has been committed."""
-        answer = self.call("POST", "/sessions", json=json.loads(manifest.encode()))
+        return self._opened(json=json.loads(manifest.encode()))
+
+    def _opened(self, **arguments: Any) -> list[int] | None:
+        answer = self.call("POST", "/sessions", **arguments)
+        self.held = answer["version"] or ""
         return None if answer["committed"] else answer["missing"]
 
     def begin(self, manifest: Manifest) -> None:
@@ -155,8 +161,7 @@ class StreamControl(ServiceControl):
     def open(self, manifest: Manifest) -> list[int] | None:
         self.tp_size = self.state()["tp_size"]
         body = {**json.loads(manifest.encode()), "mode": "stream", "drain_seconds": self.drain_seconds}
-        answer = self.call("POST", "/sessions", json=body, timeout=self.timeout + self.drain_seconds)
-        return None if answer["committed"] else answer["missing"]
+        return self._opened(json=body, timeout=self.timeout + self.drain_seconds)
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         self._relay(Slots(run_id, version), buffers)

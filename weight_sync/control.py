@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
-    RESEND,
+    HOLDS,
     Abort,
     BucketSpec,
     Commit,
@@ -28,8 +28,8 @@ from weight_sync.messages import (
     Read,
     ResendError,
     Slots,
-    WeightSyncError,
     applied_seconds,
+    refusal,
 )
 
 LOADER = "weight_sync.loader.load"
@@ -89,6 +89,8 @@ class EngineControl:
         applied_seconds: that the engine's loader has spent on buckets so far.
     """
 
+    staged = False
+
     def __init__(
         self,
         url: str,
@@ -99,7 +101,7 @@ class EngineControl:
     ) -> None:
         self.url, self.tp_size = url.rstrip("/"), tp_size
         self.timeout, self.drain_seconds = timeout, drain_seconds
-        self.applied_seconds = 0.0
+        self.applied_seconds, self.held = 0.0, ""
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
@@ -122,8 +124,7 @@ class EngineControl:
         failed = isinstance(decoded, dict) and decoded.get("success") is False
         if answer.status_code != 200 or failed:
             message = decoded.get("message", decoded) if isinstance(decoded, dict) else decoded
-            kind = ResendError if RESEND in str(message) else WeightSyncError
-            raise kind(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
+            raise refusal(f"engine {self.url} refused {path} ({answer.status_code}): {message}")
         return decoded
 
     def message(
@@ -168,7 +169,7 @@ class EngineControl:
 
     def begin(self, manifest: Manifest) -> None:
         """Announce an update; refused before its first byte if the engine's tensors are others."""
-        self.message(manifest)
+        self.held = self.message(manifest).partition(HOLDS)[2]
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         """Share device buffers for the rest of the update."""

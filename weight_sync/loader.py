@@ -23,7 +23,18 @@ import torch
 from torch import Tensor
 
 from weight_sync.checksum import MODULUS, same_checksum
-from weight_sync.messages import APPLIED, CHECKSUM, RESEND, Abort, BucketSpec, Commit, LoaderStatus, Manifest, Slots
+from weight_sync.messages import (
+    APPLIED,
+    CHECKSUM,
+    HOLDS,
+    RESEND,
+    Abort,
+    BucketSpec,
+    Commit,
+    LoaderStatus,
+    Manifest,
+    Slots,
+)
 from weight_sync.target import Progress, Target
 
 logger = logging.getLogger(__name__)
@@ -101,8 +112,8 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     """Success and message of the whole engine, from the statuses of its ranks; the same on every rank.
 
-    The message says how long it took; after the last bucket, and when asked for it, it ends in
-    ``checksum: <16 hex digits>`` of all weights over all ranks.
+    The message says how long it took; of a manifest also which version the engine held (``holds``); after the last
+    bucket, and when asked for it, it ends in ``checksum: <16 hex digits>`` of all weights over all ranks.
     """
     for rank, status in enumerate(statuses):
         if status is None or not status.ok:
@@ -111,7 +122,8 @@ def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     shares = [status.checksum for status in statuses if status is not None and status.checksum is not None]
     applied = f"{APPLIED}{max(status.seconds for status in statuses if status):.6f} s"
     if len(shares) != len(statuses):
-        return True, applied
+        held = statuses[0].held if statuses and statuses[0] else None
+        return True, applied if held is None else f"{applied}; {HOLDS}{held}"
     total = sum(shares) % MODULUS
     if STATE.session is not None and STATE.session.share is not None:
         STATE.session.total = total
@@ -152,7 +164,7 @@ def _begin(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStat
     if session is None or (session.run_id, session.version) != (manifest.run_id, manifest.version):
         STATE.session = Session(manifest.run_id, manifest.version, Progress(target))
     _synchronize(target)
-    return LoaderStatus(True)
+    return LoaderStatus(True, held=STATE.label)
 
 
 def _slots(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:

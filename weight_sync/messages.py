@@ -63,7 +63,12 @@ ABORT_SECONDS = 5.0
 
 
 RESEND = "resend: "
-"""Beginning of a loader's message that is a ``ResendError``."""
+"""What a refusal says that is a ``ResendError``, whoever it comes from."""
+
+
+def refusal(text: str) -> WeightSyncError:
+    """The error of a loader, a server or a receiver that refused with these words."""
+    return (ResendError if RESEND in text else WeightSyncError)(text)
 
 
 CHECKSUM = "checksum: "
@@ -72,6 +77,10 @@ CHECKSUM = "checksum: "
 
 APPLIED = "applied in "
 """Beginning of the answer to a bucket; the seconds of the slowest rank follow."""
+
+
+HOLDS = "holds "
+"""In the answer to a manifest, before the version that the engine has held so far, if an update has brought it."""
 
 
 def applied_seconds(answer: str) -> float:
@@ -220,6 +229,7 @@ class LoaderStatus:
         label: version of the weights after the message; ``torn:<old>-><new>`` while they are a mixture, None if no
             update has touched them.
         seconds: that it took.
+        held: version before the update that a manifest announces; None if no update has brought it.
     """
 
     ok: bool
@@ -230,6 +240,7 @@ class LoaderStatus:
     checksum: int | None = None
     label: str | None = None
     seconds: float = 0.0
+    held: str | None = None
 
 
 @dataclass
@@ -244,6 +255,9 @@ class SyncReport:
             bucket, read back and compared), "finish" (cache and version), "resume"; "total" is all of it. Within
             "stream", and partly at the same time: "gather" (source to bucket), "checksum", "transfer" (until the engine
             has copied it) and of that "apply" (in its loader).
+        strayed: engines that held another version than the publisher's last one when the update began, and which ("" is
+            that of their start): restarted, or refreshed by somebody else. They have the new version like the others,
+            but what they served in between was decoded with that one.
     """
 
     version: str
@@ -253,6 +267,7 @@ class SyncReport:
     resent: int = 0
     checksum: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
+    strayed: dict[str, str] = field(default_factory=dict)
 
     def as_metrics(self) -> dict[str, Any]:
         """Under the names ``weight_sync/...``; goodput in 1e9 bytes per second of the whole refresh."""
@@ -262,5 +277,6 @@ class SyncReport:
             "weight_sync/bytes": self.nbytes,
             "weight_sync/buckets": self.buckets,
             "weight_sync/resent": self.resent,
+            "weight_sync/strayed": len(self.strayed),
             "weight_sync/goodput_gbps": self.nbytes / 1e9 / total if total else 0.0,
         }

@@ -147,7 +147,8 @@ class WeightPublisher:
             report = self._publish(named_tensors, wanted, [engine], checksum if wanted == current else None)
         # An engine that was started again may be given as another object.
         self.engines = [other for other in self.engines if other.url != engine.url] + [engine]
-        self._status.setdefault(engine.url, EngineStatus()).lost = False
+        if report is None:
+            self._status[engine.url] = EngineStatus()
         return report
 
     def status(self) -> dict[str, EngineStatus]:
@@ -194,11 +195,20 @@ class WeightPublisher:
         finally:
             self.transport.release()
         for engine in engines:
+            self._compare(engine, report)
             self._status[engine.url] = EngineStatus(version)
         after = [getattr(engine, "applied_seconds", 0.0) for engine in engines]
         report.seconds["apply"] = max((b - a for a, b in zip(before, after, strict=True)), default=0.0)
         report.seconds["total"] = time.perf_counter() - started
         return report
+
+    def _compare(self, engine: Engine, report: SyncReport) -> None:
+        """Note an engine that does not come from the version that it was left with."""
+        last = self._status.get(engine.url, EngineStatus())
+        if engine in self.engines and last.version is not None and not last.error and engine.held != last.version:
+            report.strayed[engine.url] = engine.held
+            held = f"engine {engine.url} held version {engine.held or 'of its start'}"
+            logger.warning("%s where %s had been published: restarted, or refreshed by others", held, last.version)
 
     def _stream(self, named: Iterable[tuple[str, Tensor]], update: _Update) -> None:
         """Fill buckets while the one before is on its way."""
@@ -292,7 +302,7 @@ class WeightPublisher:
                     continue
             status.error = str(errors.get(engine.url, error))
             # A staged update does not touch the engine before its commit.
-            status.closed |= update.touched and (update.stage == "commit" or not getattr(engine, "staged", False))
+            status.closed |= update.touched and (update.stage == "commit" or not engine.staged)
             try:
                 engine.abort(update.manifest.run_id, update.manifest.version)
                 if not status.closed:

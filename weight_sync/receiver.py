@@ -118,7 +118,7 @@ class Receiver:
             except Exception as error:
                 logger.warning("refused: %s", error)
                 answer = {"ok": False, "message": str(error)}
-            self.channel.tell(TRAINER, json.dumps(answer))
+            self.channel.tell(TRAINER, json.dumps({**answer, "to": self.channel.heard(TRAINER)}))
 
     def handle(self, text: str) -> str:
         *way, header = text.split("\n", 1)
@@ -136,7 +136,8 @@ class Receiver:
         key = (raw["run_id"], raw["version"])
         if raw["kind"] == "commit":
             self._commit(Commit.from_dict(raw), key)
-        elif raw["kind"] == "abort" and self.staged is not None and self._open() == key:
+            return self.engine.held
+        if raw["kind"] == "abort" and self.staged is not None and self._open() == key:
             self.staged = None
         return ""
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from weight_sync.gate import Rejected
-from weight_sync.messages import Manifest, ResendError, WeightSyncError
+from weight_sync.messages import RESEND, Manifest, ResendError, WeightSyncError
 from weight_sync.service import WeightService
 from weight_sync.session import Refused
 from weight_sync.staging import StagingError
@@ -76,7 +76,8 @@ def weight_routes(service: WeightService) -> APIRouter:
         except ClientDisconnect:
             return JSONResponse({"error": "the connection was lost"}, 499)
         except (Rejected, Refused, StagingError, WeightSyncError) as error:
-            return JSONResponse({**service.state(), "error": str(error)}, status_of(error))
+            again = RESEND if isinstance(error, StagingError) and not error.full else ""
+            return JSONResponse({**service.state(), "error": f"{again}{error}"}, status_of(error))
 
     @router.get("/state")
     async def state() -> JSONResponse:

@@ -130,12 +130,12 @@ class WeightService:
                 staging.close()
             raise
         if session is None:
-            return {"committed": True, "missing": []}
+            return {"committed": True, "version": self.machine.version, "missing": []}
         if staging is not None:
             self.drop_staging()
             self.staging, self.error = staging, None
             self.keep()
-        return {"committed": False, "missing": session.missing()}
+        return {"committed": False, "version": self.machine.version, "missing": session.missing()}
 
     async def receive(self, key: Key, index: int, body: AsyncIterator[bytes]) -> dict[str, Any]:
         """Take one bucket: the header is checked before the bytes are read, the bytes as they come."""

@@ -38,7 +38,7 @@ class Streams:
         async with self.lock:
             session = machine.open(key, manifest.digest, service.clock(), "stream", manifest.base_version)
             if session is None:
-                return {"committed": True, "missing": []}
+                return {"committed": True, "version": machine.version, "missing": []}
             service.drop_staging()
             if not machine.fenced:
                 machine.fence(key, service.clock())
@@ -50,7 +50,7 @@ class Streams:
                         await asyncio.to_thread(service.control.begin, manifest)
                 except WeightSyncError as error:
                     await self._fail(key, error)
-            return {"committed": False, "missing": session.missing()}
+            return {"committed": False, "version": machine.version, "missing": session.missing()}
 
     async def relay(self, key: Key, header: dict[str, Any], payload: Sequence[str]) -> dict[str, Any]:
         """Hand a message to the loader of every rank.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from dllm.decoding import SamplingParams, decoder_class
 from rollout import preflight
 from rollout.engine import write_algorithm_config
 from rollout.params import StopRules
-from rollout.records import check_trainable, sample_from_response
+from rollout.records import RolloutError, check_trainable, sample_from_response
 
 NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0, "load_debug_rollouts": None}
 
@@ -148,7 +149,7 @@ def server_class() -> type:
                 ``extra_fields["dllm"]`` is the line of a rollout file (see ``rollout.records``).
 
             Raises:
-                RolloutError: the engine failed the request, or its log cannot be trained on.
+                RolloutError: the engine failed the request, its log cannot be trained on, or it was restarted.
             """
             from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -169,6 +170,7 @@ def server_class() -> type:
             )
             sample.stop_rules = StopRules()
             check_trainable(sample.trace)
+            check_refreshed(sample.trace.weight_versions, self.global_steps)
             versions = [int(v) if v.isdigit() else None for v in sample.trace.weight_versions]
             return TokenOutput(
                 token_ids=sample.trace.replay_ids.tolist(),
@@ -183,6 +185,24 @@ def server_class() -> type:
             )
 
     return BlockDiffusionServer
+
+
+def check_refreshed(versions: Sequence[str], published: int | None) -> None:
+    """Refuse blocks that were decoded with weights that no refresh has brought.
+
+    Args:
+        versions: of the blocks.
+        published: version of the last refresh; None before the first one.
+
+    Raises:
+        RolloutError: a version is no number, as of an engine that has just started.
+    """
+    strange = sorted({version for version in versions if not version.isdecimal()})
+    if published is not None and strange:
+        raise RolloutError(
+            f"the engine decoded with weights {strange[0]!r} after version {published} was published: it was "
+            "restarted, or somebody else exchanged its weights; go on from the last checkpoint"
+        )
 
 
 def split_sampling_params(params: dict[str, Any]) -> tuple[SamplingParams, int, dict[str, Any]]:

@@ -13,6 +13,7 @@ from tests.support import small_config
 from weight_sync import loader
 from weight_sync.messages import (
     CHECKSUM,
+    HOLDS,
     Abort,
     BucketSpec,
     Commit,
@@ -88,6 +89,8 @@ class Receiver(nn.Module):
 class LocalEngine:
     """An engine whose loader runs in this process; what a test does to messages goes into ``tamper``."""
 
+    staged, held = False, ""
+
     def __init__(self, receiver: Receiver, url: str = "local") -> None:
         self.receiver, self.url = receiver, url
         self.calls: list[str] = []
@@ -105,7 +108,7 @@ class LocalEngine:
 
     def begin(self, manifest: Manifest) -> None:
         self.calls.append("begin")
-        self.say(manifest)
+        self.held = self.say(manifest).partition(HOLDS)[2]
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         self.say(Slots(run_id, version), buffers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import queue
@@ -16,7 +17,7 @@ from tests.unit.receiver import LocalEngine, Receiver
 from weight_sync import loader
 from weight_sync.buckets import Bucket
 from weight_sync.layout import CheckpointLayout
-from weight_sync.messages import BucketSpec, Commit, Manifest, WeightSyncError
+from weight_sync.messages import BucketSpec, Commit, EngineFailed, Manifest, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.receiver import Staged, hand_over, main, receive
 from weight_sync.transports.collective import Channel, CollectiveTransport, RemoteEngine
@@ -72,7 +73,7 @@ def test_all_receivers_hand_over_what_was_sent(fleet, count, point_to_point):
     assert report.buckets > 5 and report.version == "3"
     told = sorted(events.get(timeout=20) for _ in range(count))
     assert told == [(rank, "3", True, ["pause", "begin"]) for rank in range(1, count + 1)]
-    publisher.publish(small_model(4).state_dict(), "4")
+    assert not publisher.publish(small_model(4).state_dict(), "4").strayed, "the engine says what it held"
     assert {events.get(timeout=20)[1:3] for _ in range(count)} == {("4", True)}
 
 
@@ -124,6 +125,66 @@ def test_a_trainer_that_dies_leaves_the_engine_alone(fleet, monkeypatch, stage):
     publish(port, 2, 6)
     _, version, holds, calls = events.get(timeout=20)
     assert (version, holds) == ("6", True) and calls == ["pause", "begin"], "its first update is the second one sent"
+
+
+@pytest.mark.parametrize("point_to_point", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_receiver_that_is_lost_among_several(point_to_point):
+    """In the middle of a bucket: named where that can be known, no engine is touched, and all meet on a new channel."""
+    port, events = free_port(), FORK.Queue()
+    start = lambda rank: FORK.Process(target=engine_process, args=(port, rank, 3, events), daemon=True)
+    running = {rank: start(rank) for rank in (1, 2)}
+    for process in running.values():
+        process.start()
+
+    class Losing(CollectiveTransport):
+        def send(self, bucket, spec, engines):
+            if spec.version == "4" and bucket.index == 2 and running[2].is_alive():
+                running[2].kill()
+                running[2].join()
+            return super().send(bucket, spec, engines)
+
+    try:
+        channel = Channel("127.0.0.1", port, 0, 3, timeout=2)
+        transport = Losing(channel, point_to_point)
+        publisher = WeightPublisher(LAYOUT, transport, transport.engines(), BUCKET)
+        publisher.publish(small_model(3).state_dict(), 3)
+        assert sorted(events.get(timeout=20)[:3] for _ in range(2)) == [(1, "3", True), (2, "3", True)]
+        with pytest.raises(EngineFailed, match="version 4 failed at bucket 2: .*receiver 2: an exchange failed"):
+            publisher.publish(small_model(4).state_dict(), 4)
+        if point_to_point:
+            with pytest.raises(EngineFailed, match="failed at manifest: receiver 2 does not answer; lost: receiver 2"):
+                publisher.publish(small_model(5).state_dict(), 5)
+            publisher.publish(small_model(6).state_dict(), 6)
+            assert events.get(timeout=20)[:3] == (1, "6", True), "the other one goes on"
+        with pytest.raises(queue.Empty):
+            events.get(timeout=0.2)
+        publisher.close()
+        del publisher, transport, channel
+        gc.collect()
+        running[2] = start(2)
+        running[2].start()
+        publish(port, 3, 7, point_to_point)
+        assert sorted(events.get(timeout=20)[:3] for _ in range(2)) == [(1, "7", True), (2, "7", True)]
+    finally:
+        for process in running.values():
+            process.kill()
+            process.join()
+
+
+def test_a_late_answer_belongs_to_its_message():
+    """What an engine says after it was given up is not taken for the answer to something else."""
+
+    class Late:
+        timeout, answers = 1.0, [("first", 1), ("second", 2)]
+
+        def sent(self, rank):
+            return 2
+
+        def hear(self, rank, timeout=None):
+            text, to = self.answers.pop(0)
+            return f'{{"ok": true, "message": "{text}", "to": {to}}}'
+
+    assert RemoteEngine(Late(), 1).answer() == "second"
 
 
 class Flipping(CollectiveTransport):

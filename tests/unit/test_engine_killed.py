@@ -141,6 +141,23 @@ def test_the_last_engine_is_lost(processes):
     publisher.close()
 
 
+@pytest.mark.parametrize("kind", [ServiceControl, StreamControl])
+def test_an_engine_that_was_restarted_behind_the_publishers_back(processes, caplog, kind):
+    """It served the weights of its start until the next publish, which says so and brings it up to date."""
+    steady, other = Process(), Process()
+    processes += [steady, other]
+    publisher = fleet(kind, steady, other)
+    assert not publisher.publish(WEIGHTS[1], 1).strayed, "nothing is known of engines that it has not refreshed"
+    other.close()
+    processes.append(Process(port=other.port))
+    report = publisher.publish(WEIGHTS[2], 2)
+    assert report.strayed == {other.url: "0"} and report.as_metrics()["weight_sync/strayed"] == 1
+    assert f"engine {other.url} held version 0 where 1 had been published" in caplog.text
+    assert serves(steady, 2) and serves(processes[-1], 2)
+    assert not publisher.publish(WEIGHTS[3], 3).strayed
+    publisher.close()
+
+
 def test_an_engine_that_hangs(processes):
     """Stopped, not dead: given up after the time-out, and no success when it wakes up."""
     survivor, hanging = Process(), Process()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -238,6 +239,26 @@ def test_no_checkpoint(rig, tmp_path, base):
     (base / "model.safetensors").write_bytes(b"no safetensors")
     with pytest.raises(WeightSyncError, match="model.safetensors cannot be read"):
         push(rig.client(), base, 1)
+
+
+def test_something_else_answers(rig, base):
+    client = rig.client()
+    for body in ({"ok": True}, ["nonsense"], "<html>"):
+        given = {"json": body} if not isinstance(body, str) else {"text": body}
+        client.client = httpx.Client(
+            base_url="http://web", transport=httpx.MockTransport(lambda _, given=given: httpx.Response(200, **given))
+        )
+        with pytest.raises(WeightSyncError, match="has no weight sessions; start it with `python -m rollout.server`"):
+            push(client, base, 1)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", INDEX])
+@pytest.mark.parametrize(("content", "why"), [("{", "Expecting"), ("{}", "it lacks"), ("7", "not iterable")])
+def test_a_damaged_index(rig, base, name, content, why):
+    (base / name).write_text(content)
+    with pytest.raises(WeightSyncError, match=f"{name} is damaged: .*{why}.*; copy the checkpoint again"):
+        push(rig.client(), base, 1)
+    assert not rig.engine.calls
 
 
 def test_the_index_says_which_files_count(base, tmp_path):

@@ -23,6 +23,7 @@ from rollout.records import (
     write_line,
     write_parquet,
 )
+from rollout.verl.server import check_refreshed
 from tests.support import hand_made_trace, write_lines
 
 
@@ -112,6 +113,14 @@ def test_a_random_choice_without_a_rule_may_serve_but_not_train():
     with pytest.raises(RolloutError, match=r"without a rule to recompute it by; set selection = SelectionRule\("):
         check_trainable(made)
     check_trainable(sample().trace)
+
+
+def test_weights_that_no_refresh_has_brought():
+    """An engine that was started again says "default", or whatever it was started with."""
+    check_refreshed(["7", "8"], 8)
+    check_refreshed(["default"], None)
+    with pytest.raises(RolloutError, match="decoded with weights 'default' after version 8 was published: it was rest"):
+        check_refreshed(["8", "default"], 8)
 
 
 def test_an_engine_error_is_raised():

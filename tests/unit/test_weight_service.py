@@ -27,7 +27,7 @@ from weight_sync.client import ServiceControl, StreamControl
 from weight_sync.frames import frame
 from weight_sync.gate import TOKEN_HEADER, Gate
 from weight_sync.layout import CheckpointLayout
-from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, ResendError, WeightSyncError
+from weight_sync.messages import CHECKSUM, RESEND, BucketSpec, Manifest, WeightSyncError, refusal
 from weight_sync.publisher import WeightPublisher
 from weight_sync.routes import weight_routes
 from weight_sync.service import WeightService
@@ -47,7 +47,7 @@ class Memory:
         self.version = "0"
         self.calls: list[str] = []
         self.fail_at: list[str] = []
-        self.error: type[WeightSyncError] = WeightSyncError
+        self.refusal = ""
         self.drain_seconds, self.tp_size = 0.0, 1
         self.client = httpx.Client()
         self.entered, self.go_on = threading.Event(), threading.Event()
@@ -59,7 +59,7 @@ class Memory:
         self.go_on.wait(10)
         if name in self.fail_at:
             self.fail_at.remove(name)
-            raise self.error(f"{name} failed")
+            raise refusal(f"{self.refusal}{name} failed")
 
     def pause(self) -> None:
         self.called("pause")
@@ -496,11 +496,11 @@ def test_a_streaming_sender_that_dies(rig):
     assert rig.state() == ("serving", "1") and rig.holds()
 
 
-@pytest.mark.parametrize("error", [ResendError, WeightSyncError])
-def test_a_streamed_bucket_that_the_loader_refuses(rig, error):
+@pytest.mark.parametrize("refusal", [RESEND, ""])
+def test_a_streamed_bucket_that_the_loader_refuses(rig, refusal):
     """One that was damaged comes again; after any other refusal the engine is broken."""
-    rig.engine.error, rig.engine.fail_at = error, ["bucket 1"]
-    if error is ResendError:
+    rig.engine.refusal, rig.engine.fail_at = refusal, ["bucket 1"]
+    if refusal:
         rig.stream(1)
         assert rig.state() == ("serving", "1") and rig.engine.calls.count("bucket 1") == 2
     else:

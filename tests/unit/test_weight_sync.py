@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -19,7 +20,7 @@ from weight_sync import loader
 from weight_sync.buckets import ALIGNMENT, fill_buckets, largest_bucket, new_buffer, view
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import BucketSpec, Manifest, SyncReport, WeightSyncError
+from weight_sync.messages import BucketSpec, EngineFailed, Manifest, SyncReport, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.shm import SharedMemoryTransport
 
@@ -259,7 +260,7 @@ class TestPublisher:
             sums.add(WeightPublisher(layout, Loopback(), [engine], size).publish(state, "1").checksum)
         assert len(sums) == 1
 
-    @pytest.mark.parametrize("what", ["missing", "extra", "prefix", "rounded", "half"])
+    @pytest.mark.parametrize("what", ["missing", "extra", "prefix", "rounded", "half", "half expert", "twice"])
     def test_refused_before_the_engine_hears_of_it(self, publisher, engine, what):
         state = small_model().state_dict()
         edits = {
@@ -269,10 +270,26 @@ class TestPublisher:
             "rounded": {n: t.bfloat16() if n.endswith("expert_bias") else t for n, t in state.items()},
             "half": {n: t[:, : t.shape[1] // 2] if n.endswith("gate_up_proj") else t for n, t in state.items()},
         }
+        one_by_one = dict(split_experts(state.items()))
+        halves = {n: t[: len(t) // 2] if n.endswith("experts.0.up_proj.weight") else t for n, t in one_by_one.items()}
+        edits |= {"half expert": halves, "twice": {**one_by_one, **state}}
         for named in (edits[what], list(edits[what].items())):
             with pytest.raises(LayoutError):
                 publisher.publish(named, "1")
         assert not engine.calls
+
+    def test_gate_and_up_exchanged(self, publisher, engine):
+        """They have one shape. Under exchanged names both arrive as they are named: nothing can tell, and two updates
+        differ in their checksums alone. A mixture of both names is refused."""
+        one_by_one = dict(split_experts(small_model().state_dict().items()))
+        other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        swap = lambda name: re.sub(r"(gate_proj|up_proj)(?=\.weight$)", lambda match: other[match[1]], name)
+        right = publisher.publish(one_by_one, 1)
+        wrong = publisher.publish({swap(name): tensor for name, tensor in one_by_one.items()}, 2)
+        assert wrong.checksum != right.checksum
+        half = [(swap(name) if ".gate_proj" in name else name, tensor) for name, tensor in one_by_one.items()]
+        with pytest.raises(LayoutError, match="is sent twice"):
+            publisher.publish(half, 3)
 
     def test_a_stream_that_lacks_a_buffer_leaves_the_engine_closed(self, publisher, engine):
         """What ``named_parameters()`` alone would send."""
@@ -349,6 +366,17 @@ class TestPublisher:
             publisher.publish(small_model().state_dict(), "1")
         assert "commit" not in engine.calls
 
+    def test_an_engine_that_was_restarted(self, publisher, engine):
+        for version in (1, 2):
+            assert not publisher.publish(small_model().state_dict(), version).strayed
+        loader.STATE = loader.LoaderState()
+        assert publisher.publish(small_model().state_dict(), 3).strayed == {"local": ""}
+        loader.STATE.label = "99"
+        assert publisher.publish(small_model().state_dict(), 4).strayed == {"local": "99"}
+        loader.STATE = loader.LoaderState()
+        publisher.rejoin(engine)
+        assert not publisher.publish(small_model().state_dict(), 5).strayed, "it was announced"
+
     def test_an_engine_joins(self, publisher, engine, layout):
         other = LocalEngine(Receiver({name: spec.shape for name, spec in layout.wire.items()}), "other")
         assert publisher.rejoin(other) is None
@@ -420,6 +448,33 @@ class TestControl:
 
         control(answer).commit("run", "9")
         assert next(answers, None) is None
+
+    @pytest.mark.parametrize("fault", ["hangs", "dies", "refuses", "answers late"])
+    def test_a_bucket_without_success(self, layout, fault):
+        """Sent once, and the engine is not opened again: it may hold a part of it."""
+        calls = []
+
+        def answer(request):
+            path = request.url.path
+            header = json.loads(request.content).get("serialized_named_tensors")
+            calls.append((path, header[0] if header else ""))
+            updates = sum(path == "/update_weights_from_tensor" for path, _ in calls)
+            if updates == 3 or (updates > 3 and fault in ("hangs", "dies")):
+                if fault == "refuses":
+                    return httpx.Response(400, json={"success": False, "message": "rank 1: KeyError: 'w13'"})
+                raise httpx.ConnectError("gone") if fault == "dies" else httpx.ReadTimeout("timed out")
+            return httpx.Response(200, json={"success": True, "message": ""})
+
+        publisher = WeightPublisher(layout, SharedMemoryTransport(), [control(answer)], 8192)
+        with pytest.raises(EngineFailed, match="version 1 failed at bucket 1: engine http://engine:1") as failure:
+            publisher.publish(small_model().state_dict(), 1)
+        status = publisher.status()["http://engine:1"]
+        assert status.closed and "/continue_generation" not in [path for path, _ in calls]
+        assert bool(failure.value.lost) == status.lost == (fault in ("hangs", "dies"))
+        # Manifest, two buckets, the end of the update.
+        payloads = [payload for path, payload in calls if path == "/update_weights_from_tensor"]
+        assert len(payloads) == len(set(payloads)) == 4
+        publisher.close()
 
     def test_every_rank_gets_its_own_payload(self):
         bodies = []

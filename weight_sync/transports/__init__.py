@@ -16,9 +16,16 @@ T = TypeVar("T")
 
 
 class Engine(Protocol):
-    """What takes an update; ``weight_sync.control.EngineControl`` documents the calls."""
+    """What takes an update; ``weight_sync.control.EngineControl`` documents the calls.
+
+    Attributes:
+        staged: the engine's weights are not written to before the commit.
+        held: version that it had when the present update began ("" if it has had none since its start).
+    """
 
     url: str
+    staged: bool
+    held: str
 
     def pause(self) -> None: ...
 

@@ -20,15 +20,14 @@ from torch import Tensor
 from weight_sync.buckets import Bucket, new_buffer
 from weight_sync.messages import (
     ABORT_SECONDS,
-    RESEND,
     Abort,
     BucketSpec,
     Commit,
     Manifest,
     Message,
     NoAnswer,
-    ResendError,
     WeightSyncError,
+    refusal,
 )
 from weight_sync.transports import Engine
 
@@ -83,6 +82,14 @@ class Channel:
             except RuntimeError as error:
                 raise WeightSyncError(f"the {self.size} processes of a refresh did not meet: {error}") from error
         return self._group
+
+    def sent(self, rank: int) -> int:
+        """How many messages have been left for ``rank``."""
+        return self._sent[rank]
+
+    def heard(self, rank: int) -> int:
+        """How many messages of ``rank`` have been read."""
+        return self._read[rank]
 
     def tell(self, rank: int, text: str) -> None:
         """Leave a message for ``rank``."""
@@ -151,7 +158,7 @@ class RemoteEngine:
     staged = True
 
     def __init__(self, channel: Channel, rank: int) -> None:
-        self.channel, self.rank, self.url = channel, rank, f"receiver {rank}"
+        self.channel, self.rank, self.url, self.held = channel, rank, f"receiver {rank}", ""
 
     def ask(self, message: Message, timeout: float | None = None) -> str:
         self.channel.tell(self.rank, message.encode())
@@ -164,13 +171,15 @@ class RemoteEngine:
             ResendError, WeightSyncError: it refused.
             NoAnswer: it said nothing.
         """
+        said: dict[str, Any] = {}
         try:
-            said = json.loads(self.channel.hear(self.rank, timeout))
+            # What comes late, or was not waited for, answers an earlier message.
+            while said.get("to") != self.channel.sent(self.rank):
+                said = json.loads(self.channel.hear(self.rank, timeout))
         except TimeoutError as error:
             raise NoAnswer(f"{self.url} does not answer") from error
         if not said["ok"]:
-            kind = ResendError if said["message"].startswith(RESEND) else WeightSyncError
-            raise kind(f"{self.url}: {said['message']}")
+            raise refusal(f"{self.url}: {said['message']}")
         return str(said["message"])
 
     def pause(self) -> None:
@@ -189,7 +198,7 @@ class RemoteEngine:
         raise WeightSyncError("a receiver takes buckets from its process group only; use CollectiveTransport")
 
     def commit(self, run_id: str, version: str, checksum: str = "") -> None:
-        self.ask(Commit(run_id, version, checksum), 4 * self.channel.timeout)
+        self.held = self.ask(Commit(run_id, version, checksum), 4 * self.channel.timeout)
 
     def abort(self, run_id: str, version: str) -> None:
         self.ask(Abort(run_id, version), min(self.channel.timeout, ABORT_SECONDS))
@@ -219,17 +228,25 @@ class CollectiveTransport:
         remote = [engine for engine in engines if isinstance(engine, RemoteEngine)]
         if len(remote) != len(engines) or (len(remote) != self.channel.size - 1 and not self.point_to_point):
             raise WeightSyncError(
-                "a broadcast reaches all receivers of the channel; use point_to_point for some of them"
+                "a broadcast reaches all receivers of the channel, or none: start those that are lost again and make a "
+                "new Channel, or use point_to_point"
             )
         data = bucket.data.to(self.channel.device)
         header = json.dumps({"broadcast": not self.point_to_point}) + "\n" + spec.encode()
         for engine in remote:
             self.channel.tell(engine.rank, header)
-        if spec.nbytes and self.point_to_point:
-            for engine in remote:
-                self.channel.send(data, engine.rank)
-        elif spec.nbytes:
-            self.channel.broadcast(data)
+        reached = remote
+        try:
+            if spec.nbytes and self.point_to_point:
+                for engine in remote:
+                    reached = [engine]
+                    self.channel.send(data, engine.rank)
+            elif spec.nbytes:
+                self.channel.broadcast(data)
+        except WeightSyncError as error:
+            # A broadcast does not say whom it has not reached.
+            error.errors = {engine.url: WeightSyncError(f"{engine.url}: {error}") for engine in reached}
+            raise
         return [engine.answer() for engine in remote]
 
     def release(self) -> None:

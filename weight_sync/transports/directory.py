@@ -185,7 +185,7 @@ def verify(directory: str | Path) -> dict[str, Any] | None:
     path = Path(directory)
     if not (path / INDEX).is_file():
         return None
-    index = json.loads((path / INDEX).read_text())
+    index = _index(path / INDEX, "version", "files")
     for name, expected in index["files"].items():
         digest, size = xxhash.xxh3_128(), 0
         try:
@@ -235,13 +235,28 @@ def weight_files(directory: str | Path) -> list[Path]:
     path = Path(directory)
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(_index(index, "weight_map")["weight_map"].values()))
         if lost := [n for n in names if not (path / n).is_file()]:
             raise WeightSyncError(f"checkpoint {path} lacks {lost[0]}, which its index names; copy it again")
         return [path / name for name in names]
     if not (files := sorted(path.glob("*.safetensors"))):
         raise WeightSyncError(f"{path} has no *.safetensors file; pass a Hugging Face checkpoint directory")
     return files
+
+
+def _index(file: Path, *keys: str) -> dict[str, Any]:
+    """An index file of a checkpoint.
+
+    Raises:
+        WeightSyncError: it is no JSON, or lacks a key.
+    """
+    try:
+        index = json.loads(file.read_text())
+        if lost := [key for key in keys if key not in index]:
+            raise ValueError(f"it lacks {lost[0]!r}")
+    except (ValueError, TypeError, OSError) as error:
+        raise WeightSyncError(f"{file} is damaged: {error}; copy the checkpoint again") from error
+    return index
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
