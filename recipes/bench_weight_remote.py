@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from dllm.config import ConfigError
 from dllm.models.checkpoint import split_experts
 from recipes.bench_weight_engine import BenchEngine, model_of
 from recipes.bench_weight_sync import DEFAULT_CONFIG, Results, random_weights, read_config, show
-from weight_sync.control import EngineControl
+from weight_sync.control import EngineControl, join_update_group
 from weight_sync.layout import CheckpointLayout
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.collective import Channel, CollectiveTransport
@@ -88,10 +89,10 @@ def ours(
 
 def stock(control: EngineControl, weights: dict[str, Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
     """SGLang's update from a process group, one request a layer, per-expert names; the second of two passes."""
-    from sglang.srt.utils.common import init_custom_process_group
-    from sglang.srt.utils.network import get_free_port
-
-    port, group, world = get_free_port(), "bench", 1 + arguments.tp_size
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group, world = "bench", 1 + arguments.tp_size
     meet = {"group_name": group, "backend": arguments.backend, "rank_offset": 1, "world_size": world}
     layers: dict[str, list[tuple[str, Tensor]]] = {}
     for name, tensor in weights.items():
@@ -101,7 +102,7 @@ def stock(control: EngineControl, weights: dict[str, Tensor], arguments: argpars
         address = {"master_address": "127.0.0.1", "master_port": port}
         meeting = pool.submit(control.post, "/init_weights_update_group", meet | address)
         there = f"tcp://127.0.0.1:{port}"
-        here = init_custom_process_group(arguments.backend, there, world_size=world, rank=0, group_name=group)
+        here = join_update_group(there, group, world, arguments.backend)
         meeting.result()
         total = 0.0
         for _ in range(2):
