@@ -34,7 +34,7 @@ from dllm.config import ConfigError
 from dllm.models.checkpoint import split_experts
 from recipes.bench_weight_engine import BenchEngine, model_of
 from recipes.bench_weight_sync import DEFAULT_CONFIG, Results, random_weights, read_config, show
-from weight_sync.control import EngineControl, join_update_group
+from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout
 from weight_sync.publisher import WeightPublisher
 from weight_sync.transports.collective import Channel, CollectiveTransport
@@ -89,6 +89,8 @@ def ours(
 
 def stock(control: EngineControl, weights: dict[str, Tensor], arguments: argparse.Namespace) -> dict[str, Any]:
     """SGLang's update from a process group, one request a layer, per-expert names; the second of two passes."""
+    from rollout.plugin.bare_model import join_update_group
+
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

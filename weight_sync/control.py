@@ -224,16 +224,3 @@ class EngineControl:
 
     def close(self) -> None:
         self.client.close()
-
-
-def join_update_group(address: str, name: str, size: int, backend: str) -> Any:
-    """Rank 0 of the process group of SGLang's own distributed update, which its ranks join at the same time.
-
-    Args:
-        address: ``tcp://HOST:PORT``, where this process listens.
-        name: as in ``/init_weights_update_group``.
-        size: this process and the engine's ranks.
-    """
-    from sglang.srt.utils.common import init_custom_process_group
-
-    return init_custom_process_group(backend, address, world_size=size, rank=0, group_name=name)

@@ -1,4 +1,4 @@
-"""SGLang's own model class and weight payloads without an engine: to test and time what happens to weights."""
+"""SGLang's own model class, weight payloads and update group: to test and time what happens to weights."""
 
 from __future__ import annotations
 
@@ -77,3 +77,16 @@ def flattened_bucket(named: Sequence[tuple[str, Tensor]]) -> str:
         monkey_patch_torch_reductions()
     flattened_bucket.alive = flat  # type: ignore[attr-defined]
     return pickled({"flattened_tensor": flat, "metadata": bucket.get_metadata()}, flat.is_cuda)
+
+
+def join_update_group(address: str, name: str, size: int, backend: str) -> Any:
+    """Rank 0 of the process group of SGLang's own distributed update, which its ranks join at the same time.
+
+    Args:
+        address: ``tcp://HOST:PORT``, where this process listens.
+        name: as in ``/init_weights_update_group``.
+        size: this process and the engine's ranks.
+    """
+    from sglang.srt.utils.common import init_custom_process_group
+
+    return init_custom_process_group(backend, address, world_size=size, rank=0, group_name=name)

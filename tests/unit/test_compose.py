@@ -69,7 +69,9 @@ def test_a_model_group_wins_over_the_defaults(resolve):
 @pytest.mark.parametrize(("hardware", "model"), itertools.product(GROUPS["hardware"], GROUPS["model"]))
 def test_hardware_and_model_resolve(resolve, hardware, model):
     """With a model path, every pair passes its preflight and has no key that is missing or cannot be resolved."""
-    run = resolve(f"model={model}", hardware=hardware)
+    # The checkpoint that stands in for all has two heads.
+    ranks = ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"] if model.endswith("flash") else []
+    run = resolve(f"model={model}", *ranks, hardware=hardware)
     assert not {key for key in OmegaConf.missing_keys(run.config) if not key.startswith("reward.reward_model.")}
     plain = OmegaConf.to_container(run.config, resolve=True)
     assert plain["actor_rollout_ref"]["rollout"]["name"] == "sglang_dllm"

@@ -142,7 +142,7 @@ def test_the_last_engine_is_lost(processes):
 
 
 @pytest.mark.parametrize("kind", [ServiceControl, StreamControl])
-def test_an_engine_that_was_restarted_behind_the_publishers_back(processes, caplog, kind):
+def test_an_engine_that_was_restarted_behind_the_publishers_back(processes, kind):
     """It served the weights of its start until the next publish, which says so and brings it up to date."""
     steady, other = Process(), Process()
     processes += [steady, other]
@@ -152,7 +152,6 @@ def test_an_engine_that_was_restarted_behind_the_publishers_back(processes, capl
     processes.append(Process(port=other.port))
     report = publisher.publish(WEIGHTS[2], 2)
     assert report.strayed == {other.url: "0"} and report.as_metrics()["weight_sync/strayed"] == 1
-    assert f"engine {other.url} held version 0 where 1 had been published" in caplog.text
     assert serves(steady, 2) and serves(processes[-1], 2)
     assert not publisher.publish(WEIGHTS[3], 3).strayed
     publisher.close()
