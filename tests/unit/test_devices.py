@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
+
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from dllm.config import ConfigError
 from recipes.compose import compose_config, resolve_run
@@ -12,8 +15,17 @@ from recipes.devices import BACKEND, check_devices, check_staging
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def composed(tiny_dir, *overrides: str) -> DictConfig:
-    return compose_config("grpo_llada2", [f"actor_rollout_ref.model.path={tiny_dir}", *overrides])
+@cache
+def group(hardware: str) -> DictConfig:
+    return compose_config("grpo_llada2", [f"hardware={hardware}"])
+
+
+def composed(hardware: str, *overrides: str) -> DictConfig:
+    """The recipe's config; composed once for each hardware, because it takes most of a second."""
+    config = copy.deepcopy(group(hardware))
+    for key, value in (override.split("=") for override in overrides):
+        OmegaConf.update(config, key, OmegaConf.create(f"value: {value}").value)
+    return config
 
 
 def check(config: DictConfig, visible: int = 8, dry_run: bool = False) -> list[str]:
@@ -31,8 +43,8 @@ def test_engines_have_devices_of_their_own(tiny_dir, tmp_path, hardware):
     assert config.trainer.v1.trainer_mode == "sync"
 
 
-def test_an_engine_of_several_gpus_gets_them(tiny_dir):
-    config = composed(tiny_dir, "hardware=separate", f"{ROLLOUT}.tensor_model_parallel_size=4")
+def test_an_engine_of_several_gpus_gets_them():
+    config = composed("separate", f"{ROLLOUT}.tensor_model_parallel_size=4")
     assert config.actor_rollout_ref.rollout.n_gpus_per_node == 4 and check(config, visible=5) == []
     with pytest.raises(ConfigError, match="need 5 GPUs, and 4 are visible here; lower trainer.n_gpus_per_node or"):
         check(config, visible=4)
@@ -56,25 +68,25 @@ def test_an_engine_of_several_gpus_gets_them(tiny_dir):
         (["trainer.n_gpus_per_node=8"], "need 9 GPUs, and 8 are visible here"),
     ],
 )
-def test_refusals(tiny_dir, overrides, message):
+def test_refusals(overrides, message):
     with pytest.raises(ConfigError, match=message):
-        check(composed(tiny_dir, "hardware=separate", *overrides))
+        check(composed("separate", *overrides))
 
 
 @pytest.mark.parametrize("override", [f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.checkpoint_engine.backend=weight_sync"])
-def test_keys_that_engines_on_the_trainers_devices_would_ignore(tiny_dir, override):
+def test_keys_that_engines_on_the_trainers_devices_would_ignore(override):
     with pytest.raises(ConfigError, match="asks for engines on devices of their own, .* use hardware=separate, or"):
-        check(composed(tiny_dir, "hardware=gpu1", override))
+        check(composed("gpu1", override))
 
 
-def test_logical_slots_of_a_cpu(tiny_dir):
-    config = composed(tiny_dir, "hardware=separate_cpu", f"{ROLLOUT}.n_gpus_per_node=2")
+def test_logical_slots_of_a_cpu():
+    config = composed("separate_cpu", f"{ROLLOUT}.n_gpus_per_node=2")
     with pytest.raises(ConfigError, match=r"num_gpus=2 logical slots are too few for 3 ranks .*; set it to 3"):
         check(config, visible=0)
 
 
-def test_a_dry_run_on_a_smaller_machine_says_so(tiny_dir):
-    [note] = check(composed(tiny_dir, "hardware=separate"), visible=1, dry_run=True)
+def test_a_dry_run_on_a_smaller_machine_says_so():
+    [note] = check(composed("separate"), visible=1, dry_run=True)
     assert note == "trainer and engines need 2 GPUs, and 1 are visible here: a start would be refused"
 
 
