@@ -80,8 +80,8 @@ def test_keys_that_engines_on_the_trainers_devices_would_ignore(override):
 
 
 def test_logical_slots_of_a_cpu():
-    config = composed("separate_cpu", f"{ROLLOUT}.n_gpus_per_node=2")
-    with pytest.raises(ConfigError, match=r"num_gpus=2 logical slots are too few for 3 ranks .*; set it to 3"):
+    config = composed("separate_cpu", f"{ROLLOUT}.n_gpus_per_node=16")
+    with pytest.raises(ConfigError, match=r"num_gpus=16 logical slots are too few for 17 ranks .*; set it to 17"):
         check(config, visible=0)
 
 
