@@ -21,6 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from dllm.config import ConfigError
 from dllm.decoding import make_decoder
 from dllm.likelihood import make_likelihood
+from recipes.devices import check_devices
+from recipes.host import visible_gpus
 from recipes.settings import DllmSettings, RecipeSettings, typed
 from rollout import preflight
 from rollout.algorithm_config import read_algorithm_config
@@ -166,6 +168,7 @@ def resolve_run(overrides: Sequence[str], hardware: str) -> ResolvedRun:
             "with it, or choose another name"
         )
     report = check_engine(config, dllm)
+    report.notes += check_devices(config, *visible_gpus(), dry_run=recipe.dry_run)
     _check_lengths(config, report)
     _check_batches(config)
     _check_objective(config, dllm)

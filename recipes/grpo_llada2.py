@@ -2,6 +2,7 @@
 
     python -m recipes.grpo_llada2                                     # a tiny model, on a CPU or one GPU
     python -m recipes.grpo_llada2 hardware=gpu1 model=llada2_mini actor_rollout_ref.model.path=DIR
+    python -m recipes.grpo_llada2 hardware=separate trainer.n_gpus_per_node=2       # engines on GPUs of their own
     python -m recipes.grpo_llada2 --dllm-algorithm NAME [--dllm-algorithm-config FILE.yaml]   # dllm.algorithm, .options
     python -m recipes.grpo_llada2 recipe.run=NAME trainer.resume_mode=auto     # go on with a run
     python -m recipes.grpo_llada2 recipe.dry_run=true                          # show the config, start nothing
@@ -9,8 +10,8 @@
     python -m recipes.grpo_llada2 --load-debug-rollouts DIR trainer.val_before_train=false trainer.test_freq=-1
                                                                                # train from them, without an engine
 
-Every key of verl's config can be overridden, and the groups hardware (auto, cpu, gpu1, gpus), model (tiny,
-llada2_mini, llada2_flash) and task (see recipes/config/task).
+Every key of verl's config can be overridden, and the groups hardware (auto, cpu, gpu1, gpus, separate, separate_cpu),
+model (tiny, llada2_mini, llada2_flash) and task (see recipes/config/task).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from recipes.compose import ResolvedRun, as_overrides, resolve_run
 from recipes.host import choose_hardware, host_report
 
 
-def prepare_environment(hardware: str, run_dir: Path) -> None:
+def prepare_environment(device: str, run_dir: Path) -> None:
     """Environment of this process and all its workers; must come before verl or SGLang is imported."""
     os.environ["VERL_USE_EXTERNAL_MODULES"] = "rollout.verl"
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
@@ -44,7 +45,7 @@ def prepare_environment(hardware: str, run_dir: Path) -> None:
     os.environ.setdefault("WANDB_SILENT", "true")
     if not (os.environ.get("WANDB_API_KEY") or "api.wandb.ai" in _netrc()):
         os.environ.setdefault("WANDB_MODE", "offline")
-    if hardware == "cpu":
+    if device == "cpu":
         from rollout.plugin.cpu import prepare_environment as prepare_cpu
 
         os.environ["VERL_PLATFORM"] = "cpu"
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(run.report.describe())
         print("preflight: ok")
         return 0
-    prepare_environment(hardware, run.directory)
+    prepare_environment(run.config.trainer.device, run.directory)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     print(f"run {run.directory}", flush=True)
     try:

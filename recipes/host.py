@@ -19,6 +19,13 @@ def choose_hardware(requested: str) -> tuple[str, str]:
     return "cpu", "no CUDA device is visible"
 
 
+def visible_gpus() -> tuple[int, int | None]:
+    """Number of GPUs, and bytes of the first; (0, None) without any."""
+    if not torch.cuda.is_available():
+        return 0, None
+    return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory
+
+
 def matmul_gflops_per_core(size: int = 512, repeats: int = 8) -> float:
     """fp32 matrix product on one thread, in GFLOP/s: hosts of one kind differ several times."""
     threads = torch.get_num_threads()

@@ -9,9 +9,12 @@ from typing import Any
 
 import ray
 import transfer_queue as tq
+from verl.checkpoint_engine import CheckpointEngineManager
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.rollout.llm_server import LLMServerManager
 
 from rollout.records import write_parquet
 from rollout.verl.agent_loop import ERROR_TAG, LINE, REWARD_SECONDS, saved_rollouts
@@ -46,8 +49,9 @@ class BlockDiffusionTrainer(PPOTrainerSync):
 
     def __init__(self, config: Any, listener: Listener | None = None) -> None:
         self.without_engine = saved_rollouts(config.actor_rollout_ref.rollout) is not None
+        self.separate = not config.actor_rollout_ref.hybrid_engine and not self.without_engine
         # verl's switches for a trainer that starts no engine beside its workers.
-        self._enable_hybrid_replicas = not self.without_engine
+        self._enable_hybrid_replicas = not (self.without_engine or self.separate)
         if self.without_engine:
             config.actor_rollout_ref.rollout.nnodes = 1
         super().__init__(config)
@@ -64,6 +68,21 @@ class BlockDiffusionTrainer(PPOTrainerSync):
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(BlockDiffusionWorker)
+
+    def _setup(self) -> None:
+        super()._setup()
+        if self.separate:
+            # verl has this in its asynchronous trainer only (separate_async); a synchronous loop needs no more.
+            self.llm_server_manager = LLMServerManager.create(config=self.config)
+            self.checkpoint_manager = CheckpointEngineManager(
+                config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
+                actor_wg=self.actor_rollout_wg,
+                replicas=self.llm_server_manager.get_replicas(),
+            )
+
+    def _get_n_gpus_for_throughput(self) -> int:
+        rollout = self.config.actor_rollout_ref.rollout
+        return super()._get_n_gpus_for_throughput() + self.separate * rollout.nnodes * rollout.n_gpus_per_node
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()

@@ -97,16 +97,20 @@ def hand_over(staged: Staged, engine: Engine, checksum: str) -> None:
 
 
 class Receiver:
-    """Answers one trainer until it is gone."""
+    """Answers one trainer."""
 
     def __init__(self, channel: Channel, engine: Engine) -> None:
         self.channel, self.engine = channel, engine
         self.staged: Staged | None = None
         self.committed: tuple[str, str] | None = None
 
-    def serve(self) -> None:
-        """Raises WeightSyncError when the connection is lost."""
-        while True:
+    def serve(self, version: str | None = None) -> None:
+        """Answer until the engine holds ``version``; without one for ever.
+
+        Raises:
+            WeightSyncError: the connection is lost.
+        """
+        while version is None or self.committed is None or self.committed[1] != version:
             try:
                 text = self.channel.hear(TRAINER, 1.0)
             except TimeoutError:

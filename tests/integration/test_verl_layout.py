@@ -26,10 +26,15 @@ def plugin() -> Iterator[SimpleNamespace]:
     """Modules of the plugin, imported the way verl's workers do on a CPU host."""
     with verl_on_cpu():
         import trainers.engine
-        from rollout.verl import agent_loop, client, replica, server
+        from rollout.verl import agent_loop, checkpoint_engine, client, replica, server
 
         yield SimpleNamespace(
-            engine=trainers.engine, agent_loop=agent_loop, client=client, replica=replica, server=server
+            engine=trainers.engine,
+            agent_loop=agent_loop,
+            checkpoint_engine=checkpoint_engine,
+            client=client,
+            replica=replica,
+            server=server,
         )
 
 
@@ -245,3 +250,27 @@ class TestSettings:
         assert get_rollout_class("sglang_dllm", "async").__name__ == "BlockDiffusionAdapter"
         found = EngineRegistry.get_engine_cls("block_diffusion_lm", "fsdp2")
         assert found is plugin.engine.BlockDiffusionFSDPEngine
+
+
+class TestCheckpointEngine:
+    def test_the_first_rank_of_every_replica_receives(self, plugin):
+        """Two trainer ranks, two replicas of two ranks each: one sender, receivers 1 and 2."""
+        from verl.checkpoint_engine import CheckpointEngineRegistry
+
+        found = CheckpointEngineRegistry.get("weight_sync")
+        assert found is plugin.checkpoint_engine.ReceivedWeights
+        meet = ("10.0.0.1", 29600)
+        senders = [{"meet": meet, "first": True}, {"meet": None, "first": False}]
+        replica = [{"meet": None, "first": True}, {"meet": None, "first": False}]
+        actor, rollout = found.build_topology(2, 4, [*senders, *replica, *replica])
+        assert actor == {"rank": [0, None], "size": [3, 3], "meet": [meet, meet]}
+        assert rollout == {"rank": [1, None, 2, None], "size": [3] * 4, "meet": [meet] * 4}
+
+    def test_ranks_without_a_channel_take_part_in_gathering_only(self, plugin):
+        import asyncio
+
+        end = plugin.checkpoint_engine.ReceivedWeights(1 << 20, "nowhere")
+        end.init_process_group(None, 3, ("10.0.0.1", 29600))
+        weights = iter([("a", torch.zeros(1)), ("b", torch.zeros(1))])
+        assert asyncio.run(end.send_weights(weights, 1)) == {} and next(weights, None) is None
+        assert end.receive_weights(1) is None

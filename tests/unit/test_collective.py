@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from weight_sync.buckets import Bucket
 from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import BucketSpec, Commit, EngineFailed, Manifest, WeightSyncError
 from weight_sync.publisher import WeightPublisher
+from weight_sync.receiver import Receiver as Served
 from weight_sync.receiver import Staged, hand_over, main, receive
 from weight_sync.transports.collective import Channel, CollectiveTransport, RemoteEngine
 
@@ -75,6 +77,22 @@ def test_all_receivers_hand_over_what_was_sent(fleet, count, point_to_point):
     assert told == [(rank, "3", True, ["pause", "begin"]) for rank in range(1, count + 1)]
     assert not publisher.publish(small_model(4).state_dict(), "4").strayed, "the engine says what it held"
     assert {events.get(timeout=20)[1:3] for _ in range(count)} == {("4", True)}
+
+
+def test_a_receiver_may_serve_one_update_after_another(monkeypatch):
+    """A loop that waits for each: the channel stays, and each call returns when the engine holds its version."""
+    monkeypatch.setattr(loader, "STATE", loader.LoaderState())
+    port, engine = free_port(), LocalEngine(Receiver(SHAPES))
+    trainer = Channel("127.0.0.1", port, 0, 2, timeout=20)
+    transport = CollectiveTransport(trainer)
+    publisher = WeightPublisher(LAYOUT, transport, transport.engines(), BUCKET)
+    channel = Channel("127.0.0.1", port, 1, 2, timeout=20)
+    for seed in (1, 2):
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(Served(channel, engine).serve, str(seed))
+            publisher.publish(small_model(seed).state_dict(), seed)
+            served.result(20)
+        assert engine.receiver.holds(small_model(seed).state_dict()) and str(seed) == loader.STATE.label
 
 
 class Mortal(RemoteEngine):

@@ -45,7 +45,7 @@ def resolve(tiny_dir, tmp_path):
 def test_the_groups_are_there():
     assert "grpo_llada2" in ROOTS
     assert {"hardware", "model", "task"} <= GROUPS.keys()
-    assert {"cpu", "gpu1", "gpus"} <= set(GROUPS["hardware"])
+    assert {"cpu", "gpu1", "gpus", "separate", "separate_cpu"} <= set(GROUPS["hardware"])
     assert {"tiny", "llada2_mini", "llada2_flash"} <= set(GROUPS["model"])
     assert {"chain_sum", "parquet"} <= set(GROUPS["task"])
 
@@ -75,13 +75,14 @@ def test_hardware_and_model_resolve(resolve, hardware, model):
     assert not {key for key in OmegaConf.missing_keys(run.config) if not key.startswith("reward.reward_model.")}
     plain = OmegaConf.to_container(run.config, resolve=True)
     assert plain["actor_rollout_ref"]["rollout"]["name"] == "sglang_dllm"
-    assert plain["trainer"]["device"] == ("cpu" if hardware == "cpu" else "cuda")
+    device = "cpu" if hardware.endswith("cpu") else "cuda"
+    assert plain["trainer"]["device"] == device
     assert plain["actor_rollout_ref"]["rollout"]["engine_kwargs"]["sglang_dllm"] == {
         **OmegaConf.to_container(_decoder_of(model)),
         "routing_every": 0,
         "load_debug_rollouts": None,
     }
-    assert run.report.effective["device"] == ("cpu" if hardware == "cpu" else "cuda")
+    assert run.report.effective["device"] == device
     assert run.report.block_diffusion.block_size == 32
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         assert plain["trainer"][key].startswith(str(run.directory))
