@@ -201,6 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {wrong}: need HOST:PORT and 0 < rank < size", file=sys.stderr)
         return 2
     logging.basicConfig(level=logging.INFO)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     engine = EngineControl(given.engine, given.tp_size, given.admin_api_key, given.timeout)
     receive((host, int(port)), given.rank, given.size, engine, given.backend, given.timeout)
     return 0
