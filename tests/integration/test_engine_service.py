@@ -343,28 +343,6 @@ class TestStart:
         with pytest.raises(ValueError, match="no rollout server answers at http://127.0.0.1:9"):
             rollout.connect("http://127.0.0.1:9")
 
-    @pytest.mark.slow
-    def test_stock_engine_in_python(self, heavy, tiny, tmp_path):
-        """SGLang's own entry point, as its users write it; on a CPU the device is added."""
-        heavy.close()
-        script = tmp_path / "use.py"
-        script.write_text(
-            "import sglang as sgl\n"
-            "if __name__ == '__main__':\n"
-            f"    engine = sgl.Engine(model_path={str(tiny.path)!r}, dllm_algorithm='LowConfidence',\n"
-            "                        max_running_requests=1, trust_remote_code=True, device='cpu')\n"
-            "    params = {'temperature': 0, 'max_new_tokens': 40}\n"
-            "    answers = engine.generate(['What is 2 + 3?', 'Count to ten.'], params)\n"
-            "    print('answers', [len(a['output_ids']) for a in answers])\n"
-            "    engine.shutdown()\n"
-        )
-        environment = child_environment(OMP_NUM_THREADS="1")
-        done = subprocess.run(
-            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "answers [" in done.stdout
-
 
 def test_importing_it_is_light():
     code = "import rollout, sys; assert not {'torch', 'sglang', 'httpx'} & set(sys.modules), sys.modules.keys()"
