@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,18 @@ import yaml
 
 from dllm.config import ConfigError
 from dllm.decoding import check_options, decoder_class
+
+STOCK_OPTIONS: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "sglang.srt.dllm.algorithm.low_confidence:LowConfidence": {"threshold": (int, float)},
+    "sglang.srt.dllm.algorithm.joint_threshold:JointThreshold": {
+        "threshold": (int, float),
+        "edit_threshold": (int, float),
+        "max_post_edit_steps": int,
+        "penalty_lambda": (int, float),
+        "vectorized_decoding": bool,
+    },
+}
+"""Options that SGLang 0.5.17's own decoders read; it ignores every other key, and a wrong type fails in a pass."""
 
 
 def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, Any]:
@@ -46,9 +59,25 @@ def read_algorithm_config(algorithm: str, path: str | Path | None) -> dict[str, 
         )
     if is_ours(algorithm):
         options = check_options(algorithm, options)
+    elif algorithm in STOCK_OPTIONS:
+        check_stock_options(algorithm, options)
     if block_size is not None:
         options["block_size"] = block_size
     return options
+
+
+def check_stock_options(algorithm: str, options: Mapping[str, Any]) -> None:
+    """Check the options of one of SGLang's own decoders.
+
+    Raises:
+        ConfigError: a key is unknown, or a value has the wrong type.
+    """
+    known = STOCK_OPTIONS[algorithm]
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(f"{key!r} is not an option of {algorithm}; valid keys are {sorted(known)}")
+        if not isinstance(value, known[key]) or (isinstance(value, bool) and known[key] is not bool):
+            raise ConfigError(f"{algorithm} option {key}={value!r} has the wrong type; see SGLang's documentation")
 
 
 def is_ours(algorithm: str) -> bool:

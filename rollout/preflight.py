@@ -29,6 +29,7 @@ from rollout.algorithm_config import is_ours, read_algorithm_config
 from rollout.backends import default_device, fill_attention, graphs_disabled
 from rollout.features import check_features, check_refresh
 from rollout.memory import (
+    KV_BLOCKS,
     checkpoint_dtype,
     choose_max_running_requests,
     device_memory_bytes,
@@ -193,6 +194,9 @@ def _check_sizes(flags: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     for name in ("tp_size", "context_length", "max_total_tokens"):
         if flags.get(name) is not None and flags[name] < 1:
             raise ConfigError(f"{name}={flags[name]} is not positive; leave it unset or give a positive number")
+    fraction = flags.get("mem_fraction_static")
+    if fraction is not None and not 0 < fraction < 1:
+        raise ConfigError(f"mem_fraction_static={fraction} is no share of a GPU's memory; use 0 to 1")
     heads, tp_size = attention_heads(config)[0], flags.get("tp_size") or 1
     if heads % tp_size:
         raise ConfigError(f"tp_size={tp_size} does not divide the {heads} attention heads; use one that does")
@@ -206,6 +210,12 @@ def _check_geometry(report: Report, size: int) -> None:
             continue
         if value % size:
             raise ConfigError(f"{name}={value} is not a multiple of the block size {size}; use one, or leave it unset")
+    room = get("max_total_tokens")
+    if room is not None and room < KV_BLOCKS * size:
+        raise ConfigError(
+            f"max_total_tokens={room} has no room for a prompt and a response, {size} tokens each; give more, "
+            "or leave it unset"
+        )
     if not get("disable_radix_cache") and get("page_size") != size:
         report.set("page_size", size, "the radix cache keeps whole blocks")
 

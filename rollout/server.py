@@ -11,18 +11,35 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import yaml
 
 from dllm.config import ConfigError
 
 
-def device_of(argv: Sequence[str]) -> str | None:
-    """Value of ``--device``, which decides about the environment before SGLang is imported."""
+def value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """Value of a flag on the command line."""
     for index, part in enumerate(argv):
-        if part.startswith("--device="):
+        if part.startswith(f"{flag}="):
             return part.partition("=")[2]
-        if part == "--device" and index + 1 < len(argv):
+        if part == flag and index + 1 < len(argv):
             return argv[index + 1]
     return None
+
+
+def device_of(argv: Sequence[str]) -> str | None:
+    """Value of ``--device``, on the command line or in the ``--config`` file.
+
+    It decides about the environment before SGLang, which reads that file, is imported.
+    """
+    device, file = value_of("--device", argv), value_of("--config", argv)
+    if device is None and file is not None:
+        # A file that cannot be read is SGLang's to refuse, a moment later and with its reason.
+        with suppress(OSError, yaml.YAMLError, UnicodeDecodeError, AttributeError):
+            device = yaml.safe_load(Path(file).read_text(encoding="utf-8")).get("device")
+    return device
 
 
 def main(argv: Sequence[str] | None = None) -> int:

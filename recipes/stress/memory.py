@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -14,6 +13,10 @@ WARM_UP = 0.25
 
 FLAT_SHARE, FLAT_MIB = 0.02, 8.0
 """Growth over the rest of the run that counts as flat: the larger of a share of the size and MiB."""
+
+
+NAMES = {"sglang::schedul": "sglang::scheduler", "sglang::detoken": "sglang::detokenizer"}
+"""Whole names of processes by the 15 letters that Linux keeps."""
 
 
 def memory_mib(pid: int) -> dict[str, float]:
@@ -27,8 +30,10 @@ def memory_mib(pid: int) -> dict[str, float]:
     root, sizes = psutil.Process(pid), {}
     for process in [root, *root.children(recursive=True)]:
         try:
-            command = process.cmdline()
-            name = "server" if process == root else Path(command[0]).name if command else process.name()
+            # The kernel's name of a process, 15 letters. A command line lies in the memory of the process itself and
+            # is not always to be read; the process would change its name in the middle of a run.
+            kernels = process.name()[:15]
+            name = "server" if process == root else NAMES.get(kernels, kernels)
             memory = process.memory_info()
             sizes[name] = sizes.get(name, 0.0) + (memory.rss - getattr(memory, "shared", 0)) / 2**20
         except psutil.NoSuchProcess:

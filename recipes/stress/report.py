@@ -18,7 +18,6 @@ class Phase:
     Attributes:
         kinds: kind of request -> what became of it (an HTTP status, "hung up", "aborted", …) -> how many.
         problem_count: all problems, also those whose text was not kept.
-        notes: what is worth reading and no problem.
     """
 
     name: str
@@ -28,7 +27,6 @@ class Phase:
     figures: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     problem_count: int = 0
-    notes: list[str] = field(default_factory=list)
 
     def count(self, kind: str, outcome: str) -> None:
         row = self.kinds.setdefault(kind, {})
@@ -39,10 +37,6 @@ class Phase:
         self.problem_count += 1
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(text[:1000])
-
-    def note(self, text: str) -> None:
-        if len(self.notes) < MAX_PROBLEMS:
-            self.notes.append(text[:500])
 
     def outcomes(self) -> dict[str, int]:
         """Over all kinds."""

@@ -19,6 +19,8 @@ from rollout.service import Service
 OPEN = ("/generate", "/info")
 """Routes of ours that need no admin key."""
 
+OTHER_SERVERS = ("smg_grpc_mode", "grpc_mode", "use_ray")
+"""Flags by which ``sglang.launch_server`` starts something else than SGLang's HTTP server."""
 
 UNMARKED = ("/set_trace_level", "/load_lora_adapter_from_tensors")
 """Routes of SGLang that need the administrator's rights and ask for none."""
@@ -146,6 +148,9 @@ def serve(argv: Sequence[str]) -> None:
         args = prepare_server_args(given)
     except (AssertionError, ValueError) as error:  # SGLang's own checks, and those of the preflight
         raise ConfigError(str(error) or f"SGLang refuses the flags: {error!r}") from error
+    for name in OTHER_SERVERS:
+        if getattr(args, name):
+            raise ConfigError(f"{name}=True starts a server without HTTP routes or in Ray; leave it out")
     if args.dllm_algorithm is None:
         raise ConfigError("--dllm-algorithm is not set; pass one, e.g. --dllm-algorithm SelectThenSample")
     check_reachable(args)

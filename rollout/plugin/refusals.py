@@ -3,11 +3,13 @@
 Stock SGLang 0.5.17 checks the types of a body and then assumes more: that a list is not empty, that a parser exists,
 that a body is an object (``null`` breaks the validators of ``ChatCompletionRequest``). Python's exceptions about such
 data become 500, and uvicorn drops the connection; the OpenAI endpoints catch them themselves and answer 500, too.
+What SGLang refuses itself it often puts in words that no program can read; the field is added beside them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import linecache
 import logging
 import re
@@ -32,8 +34,39 @@ NO_OBJECT = re.compile(rb"\s*(\[|\"|null|true|false|-?\d)")
 
 logger = logging.getLogger(__name__)
 
-_guarded: ContextVar[bool] = ContextVar("guarded", default=False)
-"""Whether a ``Refusals`` waits for the exceptions of this request."""
+KEPT_BYTES = 1 << 20
+"""Of a body, to see which fields it has."""
+
+PROMPTS = ("text", "prompt", "messages", "input", "input_ids")
+"""Fields that hold a prompt: SGLang checks the ``input_ids`` that it made of the others."""
+
+ABOUT_THE_SERVER = re.compile(r"--[a-z]+-[a-z]")
+"""A refusal that asks for another flag at the server's start is about no field."""
+
+
+@dataclasses.dataclass
+class Asked:
+    """A request under way: ASGI's scope, which holds the route once it is found, and how its body begins."""
+
+    scope: dict[str, Any]
+    body: bytes = b""
+
+    def hear(self, part: bytes) -> None:
+        """Keep the first bytes only: a bucket of weights is a body, too."""
+        if len(self.body) < KEPT_BYTES:
+            self.body += part[: KEPT_BYTES - len(self.body)]
+
+    def given(self) -> set[str]:
+        """Names of the fields in a JSON body."""
+        try:
+            content = json.loads(self.body)
+        except (ValueError, RecursionError):
+            return set()
+        return set(content) if isinstance(content, dict) else set()
+
+
+_asked: ContextVar[Asked | None] = ContextVar("asked", default=None)
+"""The request whose exceptions a ``Refusals`` waits for."""
 
 
 class Refusals:
@@ -50,12 +83,11 @@ class Refusals:
             await self.app(scope, receive, send)
             return
         head: dict[str, Any] | None = None
-        begun, first = False, b""
+        begun, asked = False, Asked(scope)
 
         async def received() -> dict[str, Any]:
-            nonlocal first
             message = await receive()
-            first = first or message.get("body", b"")[:64]
+            asked.hear(message.get("body", b""))
             return message
 
         async def headed(message: dict[str, Any]) -> None:
@@ -68,14 +100,14 @@ class Refusals:
                 await send(head)
             await send(message)
 
-        _guarded.set(True)
+        _asked.set(asked)
         try:
             await self.app(scope, received, headed)
         except DATA_ERRORS as error:
             if begun:
                 raise
             logger.warning("%s %s is refused", scope["method"], scope["path"], exc_info=True)
-            field = broken_field(error, scope.get("route")) if not NO_OBJECT.match(first) else "body"
+            field = broken_field(error, scope.get("route")) if not NO_OBJECT.match(asked.body) else "body"
             refusal = RequestError(field, f"{type(error).__name__}: {error}")
             await answer(send, refusal.status, refusal.body())
 
@@ -110,13 +142,50 @@ def fields_of(route: Any) -> Iterable[str]:
         yield from (parameter.name for parameter in dependant.query_params)
 
 
+def unnamed_field(error: BaseException, asked: Asked) -> str | None:
+    """Name of the field that a refusal of SGLang's is about; None if it is about none that can be told."""
+    if ABOUT_THE_SERVER.search(str(error)):
+        return None
+    name, given = broken_field(error, asked.scope.get("route")), asked.given()
+    if name in PROMPTS and name not in given:
+        name = next((prompt for prompt in PROMPTS if prompt in given), name)
+    return None if name == "body" else name
+
+
+def _with_field(made: Any, error: BaseException | None, put: Callable[[dict[str, Any], str], None]) -> Any:
+    """An answer of SGLang's with the field that its exception is about, put into its JSON."""
+    asked = _asked.get()
+    if asked is None or error is None or not 400 <= made.status_code < 500:
+        return made
+    if (field := unnamed_field(error, asked)) is None:
+        return made
+    content = json.loads(made.body)
+    put(content, field)
+    return type(made)(content, status_code=made.status_code)
+
+
 def _error_response(original: Callable, serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise on what SGLang's OpenAI endpoints caught to answer it with 500, so that one place decides."""
+    """Raise on what SGLang's OpenAI endpoints caught to answer it with 500, so that one place decides; ``param`` of a
+    refusal is filled in."""
     made = original(serving, *args, **kwargs)
     caught = sys.exc_info()[1]
-    if _guarded.get() and made.status_code == 500 and isinstance(caught, DATA_ERRORS):
+    if _asked.get() is not None and made.status_code == 500 and isinstance(caught, DATA_ERRORS):
         raise caught
-    return made
+
+    def put(content: dict[str, Any], field: str) -> None:
+        if content.get("object") == "error" and content.get("param") is None:
+            content["param"] = field
+
+    return _with_field(made, caught, put)
+
+
+def _native_response(original: Callable, error: Any) -> Any:
+    """``field`` beside the message of a refusal by ``/generate`` and SGLang's other own endpoints."""
+    return _with_field(
+        original(error),
+        error if isinstance(error, BaseException) else None,
+        lambda content, field: content["error"].setdefault("field", field),
+    )
 
 
 def install() -> None:
@@ -128,3 +197,6 @@ def install() -> None:
         "anthropic.serving.AnthropicServing._error_response",
     ):
         HookRegistry.register(f"sglang.srt.entrypoints.{made_by}", _error_response, HookType.AROUND)
+    HookRegistry.register(
+        "sglang.srt.entrypoints.http_server._create_error_response", _native_response, HookType.AROUND
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from recipes.compose import CHECKPOINT_DIR
+from rollout.server import device_of
 from tests.support import run_module
 
 FLAGS = ("--model-path", CHECKPOINT_DIR / "tiny_llada2", "--dllm-algorithm", "SelectThenSample")
@@ -34,3 +35,21 @@ def test_everything_is_refused_at_once_and_readable_for_machines():
         "not enough GPU memory",
     ]
     assert done.stderr.count("refused: ") == 4
+
+
+def test_a_server_without_our_routes_is_refused():
+    """Where the device stands in a file, it decides about the environment as on the command line."""
+    done = run_module("rollout.server", *FLAGS, "--device", "cpu", "--smg-grpc-mode")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "error: smg_grpc_mode=True starts a server without HTTP routes or in Ray; leave it out"
+    )
+
+
+def test_the_device_of_a_server(tmp_path):
+    file = tmp_path / "flags.yaml"
+    for text, device in (("device: cpu\n", "cpu"), ("port: 1\n", None), ("[", None), ("- 1\n", None)):
+        file.write_text(text)
+        assert device_of(["--config", str(file)]) == device
+    assert device_of([f"--config={file}", "--device=cuda"]) == "cuda"
+    assert device_of(["--config", "nowhere.yaml"]) is None

@@ -161,6 +161,9 @@ class TestRefusals:
                 r"decode_attention_backend='triton' splits .*; set attention_back",
             ),
             ({"disaggregation_mode": "prefill"}, r"disaggregation_mode='prefill' is not supported .*; leave it unset"),
+            ({"max_total_tokens": 32}, r"max_total_tokens=32 has no room for a prompt and a response, 32 tokens"),
+            ({"mem_fraction_static": 7.0}, r"mem_fraction_static=7.0 is no share of a GPU.s memory; use 0 to 1"),
+            ({"mem_fraction_static": float("nan")}, r"mem_fraction_static=nan is no share"),
             ({"page_size": 48}, r"page_size=48 is not a multiple of the block size 32; use one, or leave it unset"),
             ({"chunked_prefill_size": 100}, r"chunked_prefill_size=100 is not a multiple of the block size 32"),
             (
@@ -372,8 +375,15 @@ class TestEffectiveSettings:
             r"is not the 32 that .* \(known architecture LLaDA2MoeModelLM\); leave it out", **flags(model(), **given)
         )
 
-    def test_options_of_sglangs_own_algorithms_are_not_ours_to_check(self, model, tmp_path):
+    def test_options_of_sglangs_own_algorithms(self, model, tmp_path):
         path = tmp_path / "a.yaml"
+        for text, message in (
+            ("treshold: 0.9\n", r"'treshold' is not an option of sglang\..*; valid keys are \['edit_threshold', "),
+            ("threshold: high\n", r"threshold='high' has the wrong type"),
+            ("max_post_edit_steps: true\n", r"max_post_edit_steps=True has the wrong type"),
+        ):
+            path.write_text(text)
+            refused(message, **flags(model(), dllm_algorithm=STOCK_JOINT, dllm_algorithm_config=str(path)))
         path.write_text("penalty_lambda: 0.5\n")
         assert read_algorithm_config(STOCK_JOINT, path) == {"penalty_lambda": 0.5}
         check_server(flags(model(), dllm_algorithm=STOCK_JOINT, dllm_algorithm_config=str(path)))

@@ -14,12 +14,14 @@ from pydantic import BaseModel, model_validator
 
 from dllm.config import ConfigError
 from rollout.plugin.http import check_port
-from rollout.plugin.refusals import Refusals, _error_response
+from rollout.plugin.refusals import KEPT_BYTES, Asked, Refusals, _error_response, _native_response
 
 
 class Body(BaseModel):
     tokens: list[int] = []
     parser: str | None = None
+    text: str | None = None
+    input_ids: list[int] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -30,6 +32,10 @@ class Body(BaseModel):
 
 def first_of(items):
     return items[0]
+
+
+def refuse(value, how):
+    raise ValueError("Please pass `--enable-lora` now" if how == "lora" else "longer than allowed")
 
 
 def application() -> FastAPI:
@@ -65,6 +71,23 @@ def application() -> FastAPI:
             original = lambda serving, status_code: JSONResponse({}, status_code)
             return _error_response(original, SimpleNamespace(), status_code=500)
 
+    @app.post("/native")
+    async def native(body: Body):
+        """As ``/generate`` refuses by itself: it checks the ``input_ids`` that it made of the prompt."""
+        try:
+            refuse(body.input_ids, body.parser)
+        except ValueError as error:
+            respond = lambda error: JSONResponse({"error": {"message": str(error)}}, 400)
+            return _native_response(respond, error)
+
+    @app.post("/openai")
+    async def openai(body: Body):
+        try:
+            refuse(body.tokens, body.parser)
+        except ValueError as error:
+            content = {"object": "error", "message": str(error), "param": None}
+            return _error_response(lambda serving: JSONResponse(content, 400), SimpleNamespace())
+
     return app
 
 
@@ -99,6 +122,27 @@ def test_good_requests_pass(client):
     assert client.post("/first", json={"tokens": [3]}).json() == 3
     assert client.post("/stream", json={"tokens": [3]}).text == "3"
     assert client.post("/first", json={"tokens": "x"}).status_code == 422, "what FastAPI refuses itself"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "error"),
+    [
+        ("/native", {"input_ids": [1]}, {"error": {"message": "longer than allowed", "field": "input_ids"}}),
+        ("/native", {"text": "a"}, {"error": {"message": "longer than allowed", "field": "text"}}),
+        ("/openai", {"tokens": [1]}, {"object": "error", "message": "longer than allowed", "param": "tokens"}),
+        ("/native", {"text": "a", "parser": "lora"}, {"error": {"message": "Please pass `--enable-lora` now"}}),
+    ],
+)
+def test_a_refusal_of_sglangs_own_names_its_field(client, path, body, error):
+    answer = client.post(path, json=body)
+    assert answer.status_code == 400 and answer.json() == error
+
+
+def test_only_the_beginning_of_a_body_is_kept():
+    asked = Asked({})
+    for _ in range(3):
+        asked.hear(b"[" * KEPT_BYTES)
+    assert len(asked.body) == KEPT_BYTES and asked.given() == set()
 
 
 def test_the_servers_own_failures_stay(client):

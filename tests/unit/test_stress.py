@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import httpx
 import numpy as np
@@ -49,9 +52,14 @@ class TestMemory:
         )
 
     def test_of_this_process(self):
-        import os
-
         assert memory_mib(os.getpid())["server"] > 10
+
+    def test_processes_keep_their_names(self):
+        child = "import setproctitle; setproctitle.setproctitle('sglang::scheduler'); print('on', flush=True); input()"
+        with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"on\n"
+            assert memory_mib(os.getpid())["sglang::scheduler"] > 1
+            process.communicate(b"\n")
 
 
 class TestAnswers:
@@ -97,6 +105,8 @@ class TestRefusals:
             ("/generate", 400, '{"error": {"message": "no", "param": "text"}}', True),
             ("/generate", 400, '{"error": {"message": "n must be 1"}}', True),
             ("/generate", 400, '{"error": {"message": "rank is missing"}}', True),
+            ("/encode", 400, '{"error": {"message": "Please add `--is-embedding` when launching"}}', True),
+            ("/rollout/generate", 400, '{"error": {"message": "Please add `--is-embedding`"}}', False),
             ("/v1/models/x", 404, "", True),
         ],
     )
