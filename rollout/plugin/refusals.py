@@ -43,6 +43,9 @@ PROMPTS = ("text", "prompt", "messages", "input", "input_ids")
 ABOUT_THE_SERVER = re.compile(r"--[a-z]+-[a-z]")
 """A refusal that asks for another flag at the server's start is about no field."""
 
+BY_WORDS = {"Token ID at index": "input", "Duplicate request IDs": "rid", "open the session": "session_id"}
+"""Fields of refusals whose traceback speaks of none, by words in them."""
+
 
 @dataclasses.dataclass
 class Asked:
@@ -83,7 +86,7 @@ class Refusals:
             await self.app(scope, receive, send)
             return
         head: dict[str, Any] | None = None
-        begun, asked = False, Asked(scope)
+        begun, ended, asked = False, False, Asked(scope)
 
         async def received() -> dict[str, Any]:
             message = await receive()
@@ -91,7 +94,7 @@ class Refusals:
             return message
 
         async def headed(message: dict[str, Any]) -> None:
-            nonlocal head, begun
+            nonlocal head, begun, ended
             if message["type"] == "http.response.start":
                 head = message
                 return
@@ -99,11 +102,17 @@ class Refusals:
                 begun = True
                 await send(head)
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
 
         _asked.set(asked)
         try:
             await self.app(scope, received, headed)
         except DATA_ERRORS as error:
+            if ended:
+                # A task behind the answer, SGLang's abort of a stream that never began for example. The connection,
+                # which uvicorn would drop, may carry the next request already.
+                logger.warning("%s %s was answered, and then", scope["method"], scope["path"], exc_info=True)
+                return
             if begun:
                 raise
             logger.warning("%s %s is refused", scope["method"], scope["path"], exc_info=True)
@@ -142,9 +151,13 @@ def fields_of(route: Any) -> Iterable[str]:
         yield from (parameter.name for parameter in dependant.query_params)
 
 
-def unnamed_field(error: BaseException, asked: Asked) -> str | None:
+def unnamed_field(message: str, error: BaseException | None, asked: Asked) -> str | None:
     """Name of the field that a refusal of SGLang's is about; None if it is about none that can be told."""
-    if ABOUT_THE_SERVER.search(str(error)):
+    if ABOUT_THE_SERVER.search(message):
+        return None
+    if by_words := next((field for words, field in BY_WORDS.items() if words in message), None):
+        return by_words
+    if error is None:
         return None
     name, given = broken_field(error, asked.scope.get("route")), asked.given()
     if name in PROMPTS and name not in given:
@@ -152,15 +165,21 @@ def unnamed_field(error: BaseException, asked: Asked) -> str | None:
     return None if name == "body" else name
 
 
-def _with_field(made: Any, error: BaseException | None, put: Callable[[dict[str, Any], str], None]) -> Any:
-    """An answer of SGLang's with the field that its exception is about, put into its JSON."""
+def _with_field(made: Any, error: BaseException | None) -> Any:
+    """An answer of SGLang's with the field it is about: ``param`` in OpenAI's form of an error, else ``field``."""
     asked = _asked.get()
-    if asked is None or error is None or not 400 <= made.status_code < 500:
-        return made
-    if (field := unnamed_field(error, asked)) is None:
+    if asked is None or not 400 <= made.status_code < 500:
         return made
     content = json.loads(made.body)
-    put(content, field)
+    if content.get("object") == "error" and content.get("param") is None:
+        error_object, key = content, "param"
+    elif isinstance(content.get("error"), dict):
+        error_object, key = content["error"], "field"
+    else:
+        return made
+    if (field := unnamed_field(str(error_object.get("message")), error, asked)) is None:
+        return made
+    error_object[key] = field
     return type(made)(content, status_code=made.status_code)
 
 
@@ -171,21 +190,12 @@ def _error_response(original: Callable, serving: Any, *args: Any, **kwargs: Any)
     caught = sys.exc_info()[1]
     if _asked.get() is not None and made.status_code == 500 and isinstance(caught, DATA_ERRORS):
         raise caught
-
-    def put(content: dict[str, Any], field: str) -> None:
-        if content.get("object") == "error" and content.get("param") is None:
-            content["param"] = field
-
-    return _with_field(made, caught, put)
+    return _with_field(made, caught)
 
 
 def _native_response(original: Callable, error: Any) -> Any:
     """``field`` beside the message of a refusal by ``/generate`` and SGLang's other own endpoints."""
-    return _with_field(
-        original(error),
-        error if isinstance(error, BaseException) else None,
-        lambda content, field: content["error"].setdefault("field", field),
-    )
+    return _with_field(original(error), error if isinstance(error, BaseException) else None)
 
 
 def install() -> None:

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, model_validator
+from starlette.background import BackgroundTask
 
 from dllm.config import ConfigError
 from rollout.plugin.http import check_port
@@ -88,6 +89,17 @@ def application() -> FastAPI:
             content = {"object": "error", "message": str(error), "param": None}
             return _error_response(lambda serving: JSONResponse(content, 400), SimpleNamespace())
 
+    @app.post("/unbegun")
+    async def unbegun(body: Body):
+        """As a stream of ``/generate`` that could not begin: its abort fails behind the answer."""
+        return JSONResponse({}, 400, background=BackgroundTask(first_of, []))
+
+    @app.post("/session")
+    async def session(body: Body):
+        return _native_response(
+            lambda error: JSONResponse({"error": {"message": error}}, 400), "Failed to open the session"
+        )
+
     return app
 
 
@@ -136,6 +148,14 @@ def test_good_requests_pass(client):
 def test_a_refusal_of_sglangs_own_names_its_field(client, path, body, error):
     answer = client.post(path, json=body)
     assert answer.status_code == 400 and answer.json() == error
+
+
+def test_a_refusal_whose_words_tell_its_field(client):
+    assert client.post("/session", json={}).json()["error"]["field"] == "session_id"
+
+
+def test_what_fails_behind_an_answer_leaves_the_connection(client):
+    assert TestClient(client.app).post("/unbegun", json={}).status_code == 400, "nothing was raised"
 
 
 def test_only_the_beginning_of_a_body_is_kept():
