@@ -115,6 +115,15 @@ def guard(app: Any) -> None:
     app.router.routes[:0] = [route for route in included if hasattr(route.endpoint, "_auth_level")]
 
 
+def require_admin_key(key: str) -> None:
+    """Make SGLang's application in this process ask for the key. Its own server does; verl's start of it does not."""
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.utils.auth import add_api_key_middleware
+
+    guard(app)
+    add_api_key_middleware(app, api_key=None, admin_api_key=key)
+
+
 def install(app: Any, args: Any) -> None:
     """Add the rollout routes to SGLang's application, before it is started."""
     from sglang.srt.utils.auth import AuthLevel, auth_level

@@ -46,9 +46,14 @@ class BlockDiffusionAdapter(BaseRollout):
     async def engine(self) -> EngineControl:
         """Connection to this replica's engine, made on first use."""
         if self._engine is None:
-            host, port = await server_of(self.replica_rank).get_server_address.remote()
+            server = server_of(self.replica_rank)
+            host, port = await server.get_server_address.remote()
             host = f"[{host}]" if is_valid_ipv6_address(host) else host
-            self._engine = EngineControl(f"http://{host}:{port}", self.config.tensor_model_parallel_size)
+            self._engine = EngineControl(
+                f"http://{host}:{port}",
+                self.config.tensor_model_parallel_size,
+                admin_key=await server.get_admin_key.remote(),
+            )
         return self._engine
 
     async def publisher(self) -> WeightPublisher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -90,6 +91,7 @@ def server_class() -> type:
                 from rollout.plugin.cpu import cpu_environment
 
                 os.environ.update(cpu_environment())
+            from rollout.plugin.http import require_admin_key
             from rollout.plugin.loading import require
 
             require()
@@ -100,6 +102,9 @@ def server_class() -> type:
                 self.config, self.model_config.local_path, str(self._config_file) if self._config_file else None
             )
             self.config.engine_kwargs["sglang"] = flags
+            # The engine listens on the node's address, and its weights, cache and profile are the trainer's alone.
+            self._admin_key = flags.get("admin_api_key") or secrets.token_urlsafe(24)
+            require_admin_key(self._admin_key)
             self.block_diffusion = preflight.check_server(
                 {"model_path": self.model_config.local_path, **flags}, training=True
             ).block_diffusion
@@ -118,6 +123,9 @@ def server_class() -> type:
                     scheduler_info={},
                 )
             )
+
+        async def get_admin_key(self) -> str:
+            return self._admin_key
 
         refresh_metrics: dict[str, float] | None = None
 

@@ -12,13 +12,16 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import numpy as np
+import psutil
 import pytest
 
 from dllm.config import resolve
@@ -100,10 +103,35 @@ def story(heavy, tmp_path_factory) -> Story:
     return Story(CHECKPOINT_DIR / "tiny_llada2", root / "runs", root / "cache")
 
 
+def engine_of(marker: str) -> str | None:
+    """Address of the engine of the run with ``marker``, once it serves."""
+
+    def answers(url: str) -> bool:
+        with suppress(httpx.HTTPError, ValueError):
+            return "weight_version" in httpx.get(f"{url}/model_info", timeout=2).json()
+        return False
+
+    pids = {int(line.split()[0]) for line in processes_with(marker)}
+    ports = [c.laddr for c in psutil.net_connections("tcp4") if c.status == psutil.CONN_LISTEN and c.pid in pids]
+    urls = [f"http://{'127.0.0.1' if port.ip == '0.0.0.0' else port.ip}:{port.port}" for port in ports]
+    with ThreadPoolExecutor(max(1, len(urls))) as threads:
+        found = threads.map(answers, urls)
+    return next((url for url, right in zip(urls, found, strict=True) if right), None)
+
+
+def refused_by_engine(marker: str) -> dict[str, int]:
+    """Statuses of the engine's administrative endpoints for somebody without its key."""
+    url = wait_for(lambda: engine_of(marker), 240, "the engine", interval=1)
+    paths = ("flush_cache", "update_weights_from_disk", "abort_request", "start_profile")
+    return {path: httpx.post(f"{url}/{path}", json={}).status_code for path in paths}
+
+
 @dataclass
 class Kill:
-    """What was seen of a run whose driver was killed: its processes before and 30 s after, and its fourth step."""
+    """What was seen of a run whose driver was killed: what its engine refused, its processes before and 30 s after, and
+    its fourth step."""
 
+    refused: dict[str, int]
     before: list[str]
     after: list[str]
     fourth: list[dict[str, Any]]
@@ -120,13 +148,15 @@ def killed(story) -> Kill:
             assert process.poll() is None, story.failure("killed")
             return any(r["step"] == 4 for r in story.steps()) and (story.directory / "rollouts" / "4.jsonl").exists()
 
-        wait_for(fourth_step, 600, "step 4")
+        with ThreadPoolExecutor(1) as thread:
+            refused = thread.submit(refused_by_engine, marker)
+            wait_for(fourth_step, 600, "step 4")
         fourth, before = dict(read_rollouts(story.directory))[4], processes_with(marker)
         os.kill(process.pid, signal.SIGKILL)
         process.wait(10)
         with suppress(AssertionError):
             wait_for(lambda: not processes_with(marker), 30, "the end of every process of the run", interval=1)
-        return Kill(before, processes_with(marker), fourth)
+        return Kill(refused.result(), before, processes_with(marker), fourth)
     finally:
         process.kill()
 
@@ -148,6 +178,9 @@ def summary_of(story: Story) -> dict[str, Any]:
 
 
 class TestKilled:
+    def test_its_engine_obeyed_nobody_without_the_key(self, killed):
+        assert set(killed.refused.values()) == {401}, killed.refused
+
     def test_nothing_is_left_after_30_seconds(self, killed):
         assert any("sglang" in command for command in killed.before)
         assert any("ray" in command for command in killed.before)
