@@ -104,6 +104,7 @@ class WeightPublisher:
         self.buffer_bytes = largest_bucket(shapes, bucket_bytes)
         self._status: dict[str, EngineStatus] = {}
         self._last: tuple[str, str] | None = None
+        self._closed = False
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="weight_sync")
 
     def publish(self, named_tensors: Named, version: str | int) -> SyncReport:
@@ -156,12 +157,16 @@ class WeightPublisher:
         return {url: self._status.get(url, EngineStatus()) for url in [*(e.url for e in self.engines), *self._status]}
 
     def close(self) -> None:
+        """End the transport and the connections; a ``publish`` after it is refused before an engine hears of it."""
+        self._closed = True
         self._sender.shutdown()
         self.transport.close()
         for engine in self.engines:
             engine.close()
 
     def _publish(self, named: Named, version: str, engines: list[Engine], expected: str | None = None) -> SyncReport:
+        if self._closed:
+            raise WeightSyncError(f"version {version} cannot be sent: this publisher was closed; make a new one")
         if not engines and any(status.lost for status in self._status.values()):
             raise WeightSyncError("no engine is left; start one and take it in with rejoin()")
         report = SyncReport(version, seconds=dict.fromkeys(STAGES, 0.0))

@@ -125,6 +125,9 @@ def test_other_weights_are_not_the_current_version(processes):
     publisher.rejoin(ServiceControl(late.url), WEIGHTS[2], version=2)
     assert serves(late, 2) and serves(first, 1)
     publisher.close()
+    with pytest.raises(WeightSyncError, match="version 3 cannot be sent: this publisher was closed"):
+        publisher.publish(WEIGHTS[1], 3)
+    assert serves(first, 1), "it was not stopped for it"
 
 
 def test_the_last_engine_is_lost(processes):
