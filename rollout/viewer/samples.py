@@ -72,7 +72,7 @@ def view(line: Mapping[str, Any], step: int | None, with_text: bool) -> dict[str
         "confidence": rounded(trace.confidence.tolist(), 5),
         "steps": trace.steps_per_block,
         "versions": trace.weight_versions,
-        "sampling": {name: value for name, value in sampling.items() if value is not None and name != "seed"},
+        "sampling": {name: value for name, value in sampling.items() if value not in (None, []) and name != "seed"},
         "finish": line.get("finish_reason"),
         **trainer_fields(line, trace),
     }
