@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -268,6 +270,15 @@ class SyncReport:
     checksum: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     strayed: dict[str, str] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the seconds of the block to a stage."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - began
 
     def as_metrics(self) -> dict[str, Any]:
         """Under the names ``weight_sync/...``; goodput in 1e9 bytes per second of the whole refresh."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -180,15 +180,15 @@ class WeightPublisher:
         update = _Update(manifest, engines, report, expected)
         before = [getattr(engine, "applied_seconds", 0.0) for engine in engines]
         try:
-            with timed(report, "pause"):
+            with report.timed("pause"):
                 fan_out(engines, lambda engine: engine.pause())
                 update.stage = "manifest"
                 fan_out(engines, lambda engine: engine.begin(manifest))
-            with timed(report, "stream"):
+            with report.timed("stream"):
                 self._stream(named, update)
-            with timed(report, "finish"):
+            with report.timed("finish"):
                 self._finish(update)
-            with timed(report, "resume"):
+            with report.timed("resume"):
                 update.stage = "resume"
                 fan_out(engines, lambda engine: engine.resume())
         except BaseException as error:
@@ -223,7 +223,7 @@ class WeightPublisher:
         on_its_way: Future[None] | None = None
         try:
             while True:
-                with timed(update.report, "gather"):
+                with update.report.timed("gather"):
                     bucket = next(buckets, None)
                 spec = None if bucket is None else self._describe(bucket, update)
                 if on_its_way is not None:
@@ -239,7 +239,7 @@ class WeightPublisher:
     def _describe(self, bucket: Bucket, update: _Update) -> BucketSpec:
         """The header of a bucket, with its checksum; also counts it in the checksum of the whole."""
         manifest = update.manifest
-        with timed(update.report, "checksum"):
+        with update.report.timed("checksum"):
             bucket.wait()
             sums = placement_sums(bucket.data, bucket.placements)
             on_host = bucket.data.device.type == "cpu"
@@ -253,7 +253,7 @@ class WeightPublisher:
     def _send(self, bucket: Bucket, spec: BucketSpec, update: _Update) -> None:
         report, update.touched = update.report, True
         update.stage = f"bucket {bucket.index}"
-        with timed(report, "transfer"):
+        with report.timed("transfer"):
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     update.answers = self.transport.send(bucket, spec, update.engines)
@@ -321,13 +321,3 @@ class WeightPublisher:
                 logger.warning("engine %s after a failed update: %s", engine.url, refusal)
         self.engines = [engine for engine in self.engines if engine.url not in lost]
         return lost
-
-
-@contextmanager
-def timed(report: SyncReport, stage: str) -> Iterator[None]:
-    """Add the seconds of the block to a stage of the report."""
-    began = time.perf_counter()
-    try:
-        yield
-    finally:
-        report.seconds[stage] += time.perf_counter() - began
