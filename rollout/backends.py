@@ -32,7 +32,8 @@ def graphs_disabled(flags: Mapping[str, Any]) -> bool:
     """Whether the flags switch CUDA graphs of denoise steps off, in any of SGLang's spellings."""
     decode = (flags.get("cuda_graph_config") or {}) if isinstance(flags.get("cuda_graph_config"), Mapping) else {}
     backends = (flags.get("cuda_graph_backend_decode"), (decode.get("decode") or {}).get("backend"))
-    return bool(flags.get("disable_cuda_graph")) or "disabled" in backends
+    off = any(flags.get(name) for name in ("disable_cuda_graph", "disable_decode_cuda_graph"))
+    return off or "disabled" in backends
 
 
 def fill_attention(flags: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:

@@ -10,13 +10,11 @@ import httpx
 
 from dllm.config import ConfigError
 from rollout import wire
+from rollout.jobs import OnSample, Prompt, collected
 from rollout.params import GenerateParams
 from rollout.protocol import RequestError
 from rollout.records import RolloutError, RolloutSample
 from rollout.service import Block, Event, Finished
-
-Prompt = Sequence[int] | str | Sequence[Mapping[str, Any]]
-"""Token ids, a text, or chat messages."""
 
 
 def prompt_field(prompt: Prompt) -> dict[str, Any]:
@@ -76,6 +74,7 @@ class Client:
         step: int | None = None,
         rid: str | None = None,
         deadline: float | None = None,
+        on_sample: OnSample | None = None,
     ) -> list[list[RolloutSample]]:
         """Generate ``n`` responses to every prompt.
 
@@ -85,11 +84,15 @@ class Client:
                 one a prompt's responses depend on nothing but the prompt and ``seed``, as in ``rollout.Engine``.
             rid: name for ``abort``.
             deadline: seconds after which samples end at a block boundary with finish reason "abort".
+            on_sample: called as ``on_sample(prompt index, sample index, sample)`` when a response is complete.
 
         Raises:
             RequestError: the server refused the request; the error names the field.
             RolloutError: the engine failed a sample.
         """
+        if on_sample is not None:
+            events = self.stream(prompts, params, n=n, seed=seed, step=step, rid=rid, deadline=deadline)
+            return collected(events, len(prompts), n, on_sample)
         body = self._body([prompt_field(p) for p in prompts], params, n, seed, step, rid, deadline)
         return self._samples(self._post("/rollout/generate", body))
 

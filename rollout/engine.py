@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ import yaml
 
 from dllm.config import load_hf_config, positive_int
 from rollout import preflight
+from rollout.jobs import OnSample, Prompt, collected, events_in, jobs_by_content, jobs_by_place
 from rollout.params import GenerateParams, check_prompt, content_seed, greedy
-from rollout.records import RolloutError, RolloutSample
-from rollout.service import Event, Finished, Job, events_in, jobs_by_content
+from rollout.records import RolloutSample
+from rollout.service import Event
 
 __all__ = ["Engine", "GenerateParams", "check_prompt", "content_seed", "greedy", "write_algorithm_config"]
-
-OnSample = Callable[[int, int, RolloutSample], None]
 
 
 def write_algorithm_config(options: Mapping[str, Any]) -> Path:
@@ -104,36 +102,44 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         params: GenerateParams | None = None,
         *,
         n: int = 1,
         seed: int | None = None,
+        step: int | None = None,
+        rid: str | None = None,
+        deadline: float | None = None,
         on_sample: OnSample | None = None,
     ) -> list[list[RolloutSample]]:
         """Generate ``n`` responses to every prompt.
 
         Args:
-            prompts: token ids.
-            seed: with a seed, a prompt's responses do not depend on the other prompts; equal prompts count as
-                further samples of one prompt.
+            prompts: token ids, texts or chat messages.
+            seed, step: with a step, seeds follow from (seed, step, prompt, sample) and never meet within a run; without
+                one a prompt's responses depend on nothing but the prompt and ``seed``, and equal prompts count as
+                further samples of one prompt. Without ``seed`` they are drawn.
+            rid: name for ``abort``.
+            deadline: seconds after which samples end at a block boundary with finish reason "abort".
             on_sample: called as ``on_sample(prompt index, sample index, sample)`` when a response is complete.
 
         Raises:
             ConfigError: a prompt cannot be taken (before anything is generated).
             RolloutError: the engine failed a request.
         """
-        jobs, params = self._jobs(prompts, params, n, seed)
-        return self.sglang.loop.run_until_complete(self._collect(jobs, params, len(prompts), n, on_sample))
+        events = self._events(prompts, params, n, seed, step, rid, deadline, blocks=False)
+        return collected(events, len(prompts), n, on_sample)
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Prompt],
         params: GenerateParams | None = None,
         *,
         n: int = 1,
         seed: int | None = None,
+        step: int | None = None,
         rid: str | None = None,
+        deadline: float | None = None,
     ) -> Iterator[Event]:
         """The same samples as ``generate``, block by block: ``Block`` and at the end of each sample ``Finished``.
 
@@ -142,33 +148,37 @@ class Engine:
         Raises:
             ConfigError: a prompt cannot be taken.
         """
-        jobs, params = self._jobs(prompts, params, n, seed)
-        yield from events_in(self.sglang.loop, self.service.events(jobs, params, rid=rid, blocks=True))
+        yield from self._events(prompts, params, n, seed, step, rid, deadline, blocks=True)
 
     def abort(self, rid: str) -> None:
         """End a stream at its next block boundaries, from any thread; nothing happens if there is none."""
         asyncio.run_coroutine_threadsafe(self.service.abort(rid), self.sglang.loop)
 
-    def _jobs(
-        self, prompts: Sequence[Sequence[int]], params: GenerateParams | None, n: int, seed: int | None
-    ) -> tuple[list[Job], GenerateParams]:
-        for prompt in prompts:
-            check_prompt(prompt, self.block_diffusion.mask_id, self.vocab_size)
-        return jobs_by_content(prompts, n, seed), params or GenerateParams()
+    def _events(
+        self,
+        prompts: Sequence[Prompt],
+        params: GenerateParams | None,
+        n: int,
+        seed: int | None,
+        step: int | None,
+        rid: str | None,
+        deadline: float | None,
+        blocks: bool,
+    ) -> Iterator[Event]:
+        ids = [self._ids(prompt) for prompt in prompts]
+        jobs = jobs_by_content(ids, n, seed) if step is None else jobs_by_place(ids, n, seed, step)
+        events = self.service.events(jobs, params or GenerateParams(), rid=rid, deadline=deadline, blocks=blocks)
+        return events_in(self.sglang.loop, events)
 
-    async def _collect(
-        self, jobs: Sequence[Job], params: GenerateParams, prompts: int, n: int, on_sample: OnSample | None
-    ) -> list[list[RolloutSample]]:
-        results: list[list[Any]] = [[None] * n for _ in range(prompts)]
-        async with aclosing(self.service.events(jobs, params)) as events:  # type: ignore[type-var]
-            async for event in events:
-                if isinstance(event, Finished):
-                    if isinstance(event.result, RolloutError):
-                        raise event.result
-                    results[event.prompt][event.sample] = event.result
-                    if on_sample is not None:
-                        on_sample(event.prompt, event.sample, event.result)
-        return results
+    def _ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked."""
+        tokenizer = self.sglang.tokenizer_manager.tokenizer
+        items: list[Any] = list(tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
+        if items and isinstance(items[0], Mapping):
+            made = tokenizer.apply_chat_template(items, tokenize=True, add_generation_prompt=True, return_dict=False)
+            items = list(made)
+        check_prompt(items, self.block_diffusion.mask_id, self.vocab_size)
+        return items
 
     def close(self) -> None:
         """Stop the engine's processes."""

@@ -18,29 +18,29 @@ def check_features(flags: Mapping[str, Any]) -> None:
     """Refuse flags of features that block diffusion does not have.
 
     Raises:
-        ConfigError: one of them is set.
+        ConfigError: some of them are set, a line each.
     """
-    get = flags.get
+    get, found = flags.get, []
     if (get("pp_size") or 1) > 1:
-        raise ConfigError(f"pp_size={get('pp_size')} is not supported for block diffusion; use tp_size")
+        found.append(f"pp_size={get('pp_size')} is not supported for block diffusion; use tp_size")
     for name in ("enable_lora", "lora_paths"):
         if get(name):
-            raise ConfigError(
-                f"{name}={get(name)} is not supported for block diffusion; merge the adapter into the weights"
-            )
+            found.append(f"{name}={get(name)} is not supported for block diffusion; merge the adapter into the weights")
     if get("disaggregation_mode") not in (None, "null"):
-        raise ConfigError(
+        found.append(
             f"disaggregation_mode={get('disaggregation_mode')!r} is not supported for block diffusion: prompt and "
             "response share their boundary block; leave it unset"
         )
     if get("speculative_algorithm") is not None:
-        raise ConfigError(
+        found.append(
             f"speculative_algorithm={get('speculative_algorithm')!r} drafts token by token, which block diffusion does "
             "not; leave it unset"
         )
     for name in SWITCHED_OFF:
         if get(name):
-            raise ConfigError(f"{name}=True is switched off by SGLang for block diffusion; leave it out")
+            found.append(f"{name}=True is switched off by SGLang for block diffusion; leave it out")
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def check_refresh(flags: Mapping[str, Any], config: Mapping[str, Any]) -> None:

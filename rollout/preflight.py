@@ -51,6 +51,8 @@ FLAGS = (
     "prefill_attention_backend",
     "decode_attention_backend",
     "disable_cuda_graph",
+    "disable_decode_cuda_graph",
+    "cuda_graph_config",
     "cuda_graph_backend_decode",
     "cuda_graph_max_bs_decode",
     "page_size",
@@ -191,31 +193,36 @@ def resolve_trained(model_path: str, block_size: int | None) -> BlockDiffusionCo
 
 def _check_sizes(flags: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """What SGLang asserts while it loads, or never looks at."""
+    found = []
     for name in ("tp_size", "context_length", "max_total_tokens"):
         if flags.get(name) is not None and flags[name] < 1:
-            raise ConfigError(f"{name}={flags[name]} is not positive; leave it unset or give a positive number")
+            found.append(f"{name}={flags[name]} is not positive; leave it unset or give a positive number")
     fraction = flags.get("mem_fraction_static")
     if fraction is not None and not 0 < fraction < 1:
-        raise ConfigError(f"mem_fraction_static={fraction} is no share of a GPU's memory; use 0 to 1")
+        found.append(f"mem_fraction_static={fraction} is no share of a GPU's memory; use 0 to 1")
     heads, tp_size = attention_heads(config)[0], flags.get("tp_size") or 1
-    if heads % tp_size:
-        raise ConfigError(f"tp_size={tp_size} does not divide the {heads} attention heads; use one that does")
+    if tp_size > 0 and heads % tp_size:
+        found.append(f"tp_size={tp_size} does not divide the {heads} attention heads; use one that does")
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def _check_geometry(report: Report, size: int) -> None:
-    get = report.effective.get
+    get, found = report.effective.get, []
     for name in ("page_size", "chunked_prefill_size"):
         value = get(name)
         if value is None or value <= 0 or (name == "page_size" and value == 1):
             continue
         if value % size:
-            raise ConfigError(f"{name}={value} is not a multiple of the block size {size}; use one, or leave it unset")
+            found.append(f"{name}={value} is not a multiple of the block size {size}; use one, or leave it unset")
     room = get("max_total_tokens")
     if room is not None and room < KV_BLOCKS * size:
-        raise ConfigError(
+        found.append(
             f"max_total_tokens={room} has no room for a prompt and a response, {size} tokens each; give more, "
             "or leave it unset"
         )
+    if found:
+        raise ConfigError("\n".join(found))
     if not get("disable_radix_cache") and get("page_size") != size:
         report.set("page_size", size, "the radix cache keeps whole blocks")
 
@@ -272,6 +279,22 @@ def _check_memory(report: Report, config: Mapping[str, Any], block_size: int, gp
     report.memory.check()
 
 
+def check_network(flags: Mapping[str, Any]) -> None:
+    """Refuse what ``rollout.server`` refuses before its engine starts.
+
+    Raises:
+        ConfigError: it could be reached from other machines without a key, or has tokenizers that cannot serve it.
+    """
+    from rollout.plugin.http import check_reachable, check_tokenizers
+
+    refusals = Refusals()
+    with refusals.note():
+        check_reachable(str(flags.get("host") or "127.0.0.1"), flags.get("admin_api_key"))
+    with refusals.note():
+        check_tokenizers(int(flags.get("tokenizer_worker_num") or 1))
+    refusals.raise_all()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     from rollout.plugin.arguments import parse
 
@@ -279,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags: dict[str, Any] = {}
     try:
         flags, ours = parse(arguments)
+        check_network(flags)
         gpu_bytes = None if ours.gpu_memory_gb is None else int(ours.gpu_memory_gb * 1e9)
         report = check_server(flags, training=ours.training, gpu_bytes=gpu_bytes)
     except ConfigError as error:

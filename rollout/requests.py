@@ -27,6 +27,7 @@ class Model:
         encode: text to ids.
         template: chat messages to ids.
         decoder: class of the engine's decoder, which says how it draws; None for SGLang's own.
+        routing: whether the engine can log the experts of a token.
     """
 
     mask_id: int
@@ -36,6 +37,7 @@ class Model:
     encode: Callable[[str], list[int]]
     template: Callable[[Sequence[Mapping[str, Any]]], list[int]]
     decoder: type | None = None
+    routing: bool = True
 
 
 def jobs_of(request: RolloutRequest, model: Model) -> tuple[list[Job], GenerateParams]:
@@ -46,6 +48,8 @@ def jobs_of(request: RolloutRequest, model: Model) -> tuple[list[Job], GenerateP
     """
     s = request.sampling_params
     params = params_of(request)
+    if request.routing and not model.routing:
+        raise RequestError("routing", "this server logs no experts; start it with --enable-return-routed-experts")
     for index, token in enumerate(s.stop_token_ids):
         if token >= model.vocab_size:
             raise RequestError(
@@ -107,8 +111,8 @@ def _resumed(request: RolloutRequest, index: int, model: Model) -> list[RolloutS
     for j, line in enumerate(lines):
         try:
             sample = RolloutSample.from_line(line)
-            check_prompt(sample.trace.prompt_ids.tolist(), model.mask_id, model.vocab_size)
-        except (TraceError, ConfigError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+            check_sample(sample, model)
+        except (TraceError, ConfigError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise RequestError(f"{field}.{j}", f"is no sample of this service: {error}") from error
         trace = sample.trace
         if trace.block_size != model.block_size:
@@ -127,10 +131,31 @@ def _resumed(request: RolloutRequest, index: int, model: Model) -> list[RolloutS
     return samples
 
 
+def check_sample(sample: RolloutSample, model: Model) -> None:
+    """Refuse a sample that this engine cannot have made.
+
+    Raises:
+        ConfigError: it names the part.
+    """
+    check_prompt(sample.trace.prompt_ids.tolist(), model.mask_id, model.vocab_size)
+    ids = sample.trace.replay_ids
+    if len(ids) and (ids.min() < 0 or ids.max() >= model.vocab_size or (ids == model.mask_id).any()):
+        raise ConfigError(f"output_ids: must be ids of the vocabulary of {model.vocab_size} without the mask token")
+    if sample.finish_reason not in ("stop", "length", "abort"):
+        raise ConfigError(f"finish_reason: {sample.finish_reason!r} is none of stop, length, abort")
+    if not isinstance(sample.text, str):
+        raise ConfigError(f"text: {sample.text!r} is no text")
+    seed = sample.seed
+    if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 63):
+        raise ConfigError(f"sampling_params.seed: {seed!r} is no whole number of 0 to 2**63 - 1")
+
+
 def _check_goes_on(sample: RolloutSample, params: GenerateParams, model: Model, field: str) -> None:
     """Refuse to go on with a response by other rules than it was begun with."""
     if sample.stop_rules is None:
         raise RequestError(field, "has no ignore_eos, stop and stop_token_ids; send the sample as it was answered")
+    if len(sample.trace.replay_ids) and params.routing is not (sample.routing is not None):
+        raise RequestError("routing", f"is {params.routing}; a response keeps what it began with")
     before = vars(sample.trace.sampling) | sample.stop_rules.to_dict()
     now = vars(effective_sampling(model.decoder, params.sampling)) | params.stop_rules.to_dict()
     for name, value in now.items():

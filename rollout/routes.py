@@ -52,6 +52,7 @@ class Routes:
         except RequestError as error:
             return failure(error)
         answer = Answer(rid, len(request.prompts), request.n)
+        self.aborted.pop(rid, None)  # of an earlier request of this name
         done = self.running[rid] = asyncio.get_running_loop().create_future()
         events = service.events(jobs, params, rid=rid, deadline=request.deadline_s, blocks=request.stream)
 

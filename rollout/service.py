@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from dllm.config import BlockDiffusionConfig
 from dllm.decoding.sampling import effective_sampling
 from dllm.trace import PER_TOKEN
-from rollout.params import RESUMED, GenerateParams, content_seeds
+from rollout.params import RESUMED, GenerateParams
 from rollout.records import RolloutError, RolloutSample, edits_of, join_samples, sample_from_response
 
 RESEND = 0.2
@@ -254,23 +254,6 @@ class Service:
         matched = reason.get("matched")
         text = self.backend.decode(ids[:-1] if isinstance(matched, int) else ids)
         return text.partition(matched)[0] if isinstance(matched, str) else text
-
-
-def jobs_by_content(prompts: Sequence[Sequence[int]], n: int, seed: int | None) -> list[Job]:
-    """``n`` samples of every prompt, with seeds that follow from the prompts; None leaves the seeds to the engine."""
-    seeds: Sequence[Sequence[int | None]] = [[None] * n] * len(prompts)
-    if seed is not None:
-        seeds = content_seeds(seed, prompts, n)
-    return [Job(i, j, prompt, seeds[i][j]) for i, prompt in enumerate(prompts) for j in range(n)]
-
-
-def events_in(loop: asyncio.AbstractEventLoop, events: AsyncIterator[Event]) -> Iterator[Event]:
-    """The events, one by one, in a loop that does not run otherwise; closing the iterator aborts what is left."""
-    try:
-        while (event := loop.run_until_complete(anext(events, None))) is not None:  # type: ignore[arg-type]
-            yield event
-    finally:
-        loop.run_until_complete(events.aclose())  # type: ignore[attr-defined]
 
 
 @dataclass

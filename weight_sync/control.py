@@ -19,6 +19,7 @@ from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
     HOLDS,
+    TORN,
     Abort,
     BucketSpec,
     Commit,
@@ -28,6 +29,7 @@ from weight_sync.messages import (
     Read,
     ResendError,
     Slots,
+    Torn,
     applied_seconds,
     refusal,
 )
@@ -101,7 +103,7 @@ class EngineControl:
     ) -> None:
         self.url, self.tp_size = url.rstrip("/"), tp_size
         self.timeout, self.drain_seconds = timeout, drain_seconds
-        self.applied_seconds, self.held = 0.0, ""
+        self.applied_seconds, self.held, self._mixture = 0.0, "", ""
         headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
 
@@ -164,12 +166,27 @@ class EngineControl:
         self.post("/pause_generation", body, timeout=self.timeout + self.drain_seconds)
 
     def resume(self) -> None:
-        """Let the waiting requests in."""
+        """Let the waiting requests in.
+
+        Raises:
+            Torn: an update that broke off, of whatever trainer, has left a mixture.
+        """
+        if self._mixture:
+            raise Torn(
+                f"engine {self.url} holds a mixture of two versions ({self._mixture}) and stays closed until a "
+                "complete update"
+            )
         self.post("/continue_generation", {"torch_empty_cache": False})
 
     def begin(self, manifest: Manifest) -> None:
         """Announce an update; refused before its first byte if the engine's tensors are others."""
-        self.held = self.message(manifest).partition(HOLDS)[2]
+        self.held = self._holds(self.message(manifest))
+
+    def _holds(self, answer: str) -> str:
+        """What the engine holds, from its answer; a mixture is remembered."""
+        held = answer.partition(HOLDS)[2]
+        self._mixture = held if held.startswith(TORN) else ""
+        return held
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         """Share device buffers for the rest of the update."""
@@ -194,6 +211,7 @@ class EngineControl:
         while True:
             try:
                 self.message(Commit(run_id, version, checksum), version=version)
+                self._mixture = ""
                 return
             except ResendError:
                 # A request that was aborted may take one more round of the scheduler to leave.
@@ -203,7 +221,7 @@ class EngineControl:
 
     def abort(self, run_id: str, version: str) -> None:
         """Give an update up; the engine releases what it holds of it. One that is gone or hangs is not waited for."""
-        self.message(Abort(run_id, version), timeout=min(self.timeout, ABORT_SECONDS))
+        self._holds(self.message(Abort(run_id, version), timeout=min(self.timeout, ABORT_SECONDS)))
 
     def checksum(self) -> str:
         """Checksum of all weights as the engine holds them: 16 hex digits, equal for equal weights whatever the number

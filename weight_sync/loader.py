@@ -28,6 +28,7 @@ from weight_sync.messages import (
     CHECKSUM,
     HOLDS,
     RESEND,
+    TORN,
     Abort,
     BucketSpec,
     Commit,
@@ -211,11 +212,14 @@ def _bytes(spec: BucketSpec, session: Session, along: Tensor) -> Tensor:
         raise Refused(f"bucket {spec.index} cannot be read from {spec.file}: {error.strerror}") from error
 
 
+def _whole() -> str:
+    """The last complete version, "start" before the first."""
+    label = STATE.label or "start"
+    return label.removeprefix(TORN).partition("->")[0] if label.startswith(TORN) else label
+
+
 def _torn(version: str) -> str:
-    before = STATE.label or "start"
-    if before.startswith("torn:"):
-        before = before.removeprefix("torn:").partition("->")[0]
-    return f"torn:{before}->{version}"
+    return f"{TORN}{_whole()}->{version}"
 
 
 def _commit(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
@@ -238,7 +242,7 @@ def _abort(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStat
     message = Abort.from_dict(raw)
     if STATE.session is not None and (STATE.session.run_id, STATE.session.version) == (message.run_id, message.version):
         STATE.session = None
-    return LoaderStatus(True)
+    return LoaderStatus(True, held=STATE.label)
 
 
 def _read(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:

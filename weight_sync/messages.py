@@ -25,6 +25,10 @@ class WeightSyncError(RuntimeError):
     errors: Mapping[str, WeightSyncError] = {}
 
 
+class Torn(WeightSyncError):
+    """An engine holds a mixture of two versions and stays closed until a complete update."""
+
+
 class NoAnswer(WeightSyncError):
     """An engine is gone, hangs, or cannot be reached."""
 
@@ -79,6 +83,10 @@ CHECKSUM = "checksum: "
 
 APPLIED = "applied in "
 """Beginning of the answer to a bucket; the seconds of the slowest rank follow."""
+
+
+TORN = "torn:"
+"""Beginning of the label of weights that are a mixture: ``torn:<old>-><new>``."""
 
 
 HOLDS = "holds "
@@ -231,7 +239,7 @@ class LoaderStatus:
         label: version of the weights after the message; ``torn:<old>-><new>`` while they are a mixture, None if no
             update has touched them.
         seconds: that it took.
-        held: version before the update that a manifest announces; None if no update has brought it.
+        held: in the answer to a manifest or to giving up, what the engine holds; None if no update has brought it.
     """
 
     ok: bool

@@ -22,6 +22,7 @@ from weight_sync.messages import (
     NoAnswer,
     ResendError,
     SyncReport,
+    Torn,
     WeightSyncError,
 )
 from weight_sync.transports import Engine, Transport, fan_out
@@ -296,6 +297,9 @@ class WeightPublisher:
     def _failed(self, update: _Update, error: BaseException) -> list[str]:
         """Leave every engine in a state that ``status`` tells; addresses of those that do not answer."""
         lost = []
+        if update.committed and update.engines is self.engines:
+            # What the survivors serve now is what an engine that rejoins must have.
+            self._last = update.manifest.version, update.report.checksum
         errors = error.errors if isinstance(error, WeightSyncError) else {}
         for engine in update.engines:
             status = self._status.setdefault(engine.url, EngineStatus())
@@ -312,6 +316,9 @@ class WeightPublisher:
                 engine.abort(update.manifest.run_id, update.manifest.version)
                 if not status.closed:
                     engine.resume()
+            except Torn as refusal:
+                status.closed = True
+                logger.warning("%s", refusal)
             except NoAnswer:
                 # Only one that has failed before: whoever is slow to answer now will be asked again.
                 if isinstance(errors.get(engine.url), NoAnswer):

@@ -14,6 +14,7 @@ import json
 import logging
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from weight_sync.buckets import Bucket, view
 from weight_sync.checksum import TensorSums, origin, same_checksum
 from weight_sync.control import EngineControl
-from weight_sync.messages import RESEND, BucketSpec, Commit, Manifest, WeightSyncError
+from weight_sync.messages import RESEND, BucketSpec, Commit, Manifest, Torn, WeightSyncError
 from weight_sync.transports import Engine
 from weight_sync.transports.collective import TRAINER, Channel
 from weight_sync.transports.shm import SharedMemoryTransport
@@ -90,7 +91,8 @@ def hand_over(staged: Staged, engine: Engine, checksum: str) -> None:
     except WeightSyncError:
         engine.abort(manifest.run_id, manifest.version)
         if not touched:
-            engine.resume()
+            with suppress(Torn):
+                engine.resume()
         raise
     finally:
         shared.close()

@@ -14,9 +14,10 @@ import httpx
 
 from dllm.config import BlockDiffusionConfig, ConfigError
 from rollout.client import bearer, connect
+from rollout.jobs import events_in, jobs_by_content
 from rollout.params import GenerateParams
 from rollout.records import RolloutError
-from rollout.service import Event, Service, events_in, jobs_by_content
+from rollout.service import Event, Service
 
 
 class Source(Protocol):

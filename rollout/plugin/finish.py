@@ -7,14 +7,19 @@ a stop string lies in the same block. Here the earliest stop wins. The whole ter
 
 from __future__ import annotations
 
+import signal
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
 from rollout.params import RESUMED
 from rollout.plugin import metrics
 from rollout.plugin.blocklog import BlockRecord
+
+PATTERN_SECONDS = 0.2
+"""For the patterns of a request, after every block."""
 
 PER_TOKEN = ("reveal_step", "logprob", "logprob_raw", "confidence")
 INFO_PREFIX = "dllm_"
@@ -66,8 +71,47 @@ def _resumed(req: Any) -> Any:
     return array("q", req.origin_input_ids[len(req.origin_input_ids) - count :])
 
 
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Break off what takes longer, in the main thread; the engine of ``re`` looks for signals while it searches.
+
+    Raises:
+        TimeoutError: it did.
+    """
+
+    def late(*unused: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _string_stops(req: Any, fresh: int) -> list[tuple[int, Any]]:
-    """(length, reason) of every stop string and pattern that ends the response; stock takes the first of its list."""
+    """(length, reason) of every stop string and pattern that ends the response; stock takes the first of its list.
+
+    A pattern may need time without end for some texts, and all other requests would wait for it.
+    """
+    if not req.sampling_params.stop_regex_strs:
+        return _matches(req, fresh)
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    try:
+        with at_most(PATTERN_SECONDS):
+            return _matches(req, fresh)
+    except TimeoutError:
+        message = (
+            f"sampling_params.stop_regex: searching the response took longer than {PATTERN_SECONDS} s; use a simpler "
+            "pattern"
+        )
+        return [(len(req.output_ids), FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError"))]
+
+
+def _matches(req: Any, fresh: int) -> list[tuple[int, Any]]:
     params, stops, ids = req.sampling_params, [], req.output_ids
     strings, patterns = params.stop_strs, params.stop_regex_strs
     before = _resumed(req) if strings else ids[:0]

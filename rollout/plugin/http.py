@@ -35,17 +35,27 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_reachable(args: Any) -> None:
+def check_reachable(host: str, admin_api_key: str | None) -> None:
     """Refuse a server that anyone on the network could abort, flush, profile or give other weights.
 
     Raises:
         ConfigError: it is bound to more than loopback and has no admin key.
     """
-    if not is_loopback(args.host) and not args.admin_api_key:
+    if not is_loopback(host) and not admin_api_key:
         raise ConfigError(
-            f"host={args.host!r} is reachable from other machines and has no key for weights, flush, profile, abort; "
+            f"host={host!r} is reachable from other machines and has no key for weights, flush, profile, abort; "
             "pass --admin-api-key KEY or --host 127.0.0.1"
         )
+
+
+def check_tokenizers(count: int) -> None:
+    """Refuse several tokenizer processes: a request's samples would be spread over them.
+
+    Raises:
+        ConfigError: there are more than one.
+    """
+    if count != 1:
+        raise ConfigError(f"tokenizer_worker_num={count} does not work with /rollout; use 1")
 
 
 def check_port(args: Any) -> None:
@@ -94,6 +104,7 @@ def connect() -> tuple[Service, Model]:
         encode=lambda text: list(tokenizer.encode(text)),
         template=template,
         decoder=service.decoder,
+        routing=bool(manager.server_args.enable_return_routed_experts),
     )
     return service, model
 
@@ -128,8 +139,6 @@ def install(app: Any, args: Any) -> None:
     """Add the rollout routes to SGLang's application, before it is started."""
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
-    if args.tokenizer_worker_num != 1:
-        raise ConfigError(f"tokenizer_worker_num={args.tokenizer_worker_num} does not work with /rollout; use 1")
     router = rollout_routes(connect)
     for route in router.routes:
         if not route.path.endswith(OPEN):  # type: ignore[attr-defined]
@@ -162,7 +171,8 @@ def serve(argv: Sequence[str]) -> None:
             raise ConfigError(f"{name}=True starts a server without HTTP routes or in Ray; leave it out")
     if args.dllm_algorithm is None:
         raise ConfigError("--dllm-algorithm is not set; pass one, e.g. --dllm-algorithm SelectThenSample")
-    check_reachable(args)
+    check_reachable(args.host, args.admin_api_key)
+    check_tokenizers(args.tokenizer_worker_num)
     check_port(args)
     from sglang.srt.entrypoints import http_server
 

@@ -43,7 +43,12 @@ PROMPTS = ("text", "prompt", "messages", "input", "input_ids")
 ABOUT_THE_SERVER = re.compile(r"--[a-z]+-[a-z]")
 """A refusal that asks for another flag at the server's start is about no field."""
 
-BY_WORDS = {"Token ID at index": "input", "Duplicate request IDs": "rid", "open the session": "session_id"}
+BY_WORDS = {
+    "Token ID at index": "input",
+    "Duplicate request IDs": "rid",
+    "rids length": "rid",
+    "open the session": "session_id",
+}
 """Fields of refusals whose traceback speaks of none, by words in them."""
 
 

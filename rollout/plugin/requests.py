@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from dllm.config import ConfigError
 from rollout.params import RESUMED, check_prompt
 from rollout.protocol import STRUCTURED, Count, RequestError, Seed, Share, Temperature, TokenId, TopK, TopP, parse
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from error
+    return pattern
+
+
+Pattern = Annotated[str, Field(max_length=1000), AfterValidator(_compiles)]
 
 
 class StockSampling(BaseModel):
@@ -28,7 +40,7 @@ class StockSampling(BaseModel):
     min_new_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=4096)] | None = None
     stop: str | list[str] | None = None
-    stop_regex: str | list[str] | None = None
+    stop_regex: Pattern | list[Pattern] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None

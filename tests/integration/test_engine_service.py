@@ -100,16 +100,30 @@ class TestEndpointsOfSGLang:
             ("/generate", {"text": "a", "stream": True, "sampling_params": {"json_schema": "{}"}}, "json_schema"),
             ("/generate", {"text": "a", "sampling_params": {"sampling_seed": [1]}}, "sampling_seed"),
             ("/generate", {"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
+            ("/generate", {"text": "a", "sampling_params": {"stop_regex": "("}}, "stop_regex"),
+            ("/generate", {"text": "a", "stream": True, "sampling_params": {"stop_regex": ["a", "("]}}, "stop_regex"),
+            ("/v1/completions", {"model": "m", "prompt": "a", "stop_regex": "("}, "stop_regex"),
+            ("/generate", {"input_ids": [[8, 9], [8]], "rid": ["a"]}, "field"),
+            ("/rollout/generate", {"prompts": [{"text": "a"}], "routing": True}, "--enable-return-routed-experts"),
             ("/generate", {"text": "a", "return_logprob": True}, "return_logprob"),
             ("/generate", {"input_ids": [5, 7], "sampling_params": {}}, "input_ids"),
             ("/rollout/generate", {"prompts": [{"text": "a"}], "sampling_params": {"regex": "a"}}, "regex"),
         ],
     )
     def test_what_blocks_cannot_do_is_refused(self, server, path, body, field):
-        if "input_ids" in body:
+        if body.get("input_ids") == [5, 7]:
             body = body | {"input_ids": [int(server_mask(server)), 7]}
         answer = server.client.post(path, json=body)
         assert answer.status_code == 400 and field in answer.text
+
+
+def test_a_pattern_without_end_holds_nobody_up(server):
+    """Searching for it takes years; the request ends as refused, and the engine decodes on."""
+    params = {"stop_regex": r"(.|.|\s)*Z{3}Q", "max_new_tokens": 64, "ignore_eos": True}
+    answer = server.client.post("/generate", json={"input_ids": [8, 9, 10], "sampling_params": params}, timeout=60)
+    assert answer.status_code == 400 and "sampling_params.stop_regex: searching the response took longer" in answer.text
+    good = {"stop_regex": "[0-9]", "max_new_tokens": 32}
+    assert server.client.post("/generate", json={"input_ids": [8, 9], "sampling_params": good}).status_code == 200
 
 
 def server_mask(server) -> int:
@@ -258,6 +272,8 @@ class TestAborts:
             assert left.trace.visible == count < LIMIT and (count == 0 or (21 + count) % 32 == 0)
             left.trace.validate()
         assert client.abort("never heard of") == []
+        client.generate([tiny.prompt(5)], GenerateParams(max_new_tokens=4), rid="g")
+        assert client.abort("g") == [], "another request of that name, which is complete"
         for resumed, unbroken in zip(client.resume(aborted, LONG)[0], whole, strict=True):
             same(resumed, unbroken)
             assert resumed.max_new_tokens == LIMIT
@@ -299,6 +315,11 @@ class TestAborts:
             answer = server.client.post("/rollout/generate", json=body)
             field = f"prompts.0.resume.0.sampling_params.{next(iter(change))}"
             assert answer.status_code == 400 and answer.json()["error"]["field"] == field
+        bad = {"block_size": 0, "finish_reason": "zzz", "output_ids": [999999, *line["output_ids"][1:]]}
+        for name, value in bad.items():
+            body = {"prompts": [{"resume": [line | {name: value}]}], "sampling_params": asked, "stream": True}
+            answer = server.client.post("/rollout/generate", json=body)
+            assert answer.status_code == 400 and answer.json()["error"]["field"] == "prompts.0.resume.0", name
         line["logprob"] = line["logprob"][:-1]
         answer = server.client.post(
             "/rollout/generate", json={"prompts": [{"resume": [line]}], "sampling_params": asked}

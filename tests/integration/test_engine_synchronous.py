@@ -6,6 +6,7 @@ import pytest
 
 from dllm.config import ConfigError
 from dllm.decoding import SamplingParams
+from dllm.noise import sample_seed
 from rollout.engine import GenerateParams, content_seed, greedy
 from rollout.service import Block, Finished
 from tests.integration.invariance import BATCH, NEW_TOKENS, SAMPLING, assert_same_tokens
@@ -110,3 +111,23 @@ def test_incremental_streams_give_the_same(synchronous, tiny, monkeypatch):
     assert len(again.trace.steps_per_block) > 2
     assert_same(again.trace, whole.trace)
     assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
+
+
+def test_texts_messages_steps_and_deadlines(synchronous):
+    """As the client of a server takes them."""
+    tokenizer = synchronous.sglang.tokenizer_manager.tokenizer
+    messages = [{"role": "user", "content": "2 + 3 ="}]
+    ids = [
+        tokenizer.encode("2 + 3 ="),
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False),
+    ]
+    seen = []
+    groups = synchronous.generate(
+        ["2 + 3 =", messages], PARAMS, n=2, seed=1, step=7, on_sample=lambda i, j, sample: seen.append((i, j))
+    )
+    for i, group in enumerate(groups):
+        for j, sample in enumerate(group):
+            assert sample.trace.prompt_ids.tolist() == ids[i] and sample.seed == sample_seed(1, 7, i, j)
+    assert sorted(seen) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    ((cut,),) = synchronous.generate([ids[0]], GenerateParams(max_new_tokens=1500, ignore_eos=True), deadline=0.5)
+    assert cut.finish_reason == "abort" and cut.trace.visible < 1500

@@ -11,8 +11,10 @@ import pytest
 from tests.integration.conftest import Request
 from tests.integration.oracle import assert_same
 from tests.integration.refresh import BUCKET, GREEDY, Faulty, greedy, killed_trainer
-from weight_sync.messages import WeightSyncError
+from weight_sync.control import EngineControl
+from weight_sync.messages import EngineFailed, WeightSyncError
 from weight_sync.publisher import WeightPublisher
+from weight_sync.transports.shm import SharedMemoryTransport
 
 
 def publisher(sync, fault, index: int) -> WeightPublisher:
@@ -104,6 +106,14 @@ def test_a_killed_trainer(server, tiny, mask_likely, sync, stage, index):
     sync.publish(tiny, "320")
     killed_trainer(sync, mask_likely, "321", stage, index)
     assert sync.closed()
+    if stage == "send_bucket" and index:
+        # Another trainer gives up before its first byte: that is no reason to let requests at the mixture.
+        engines = [EngineControl(server.url), EngineControl("http://127.0.0.1:9")]
+        other = WeightPublisher(sync.layout, SharedMemoryTransport(), engines)
+        with pytest.raises(EngineFailed, match="version 321 failed at pause: .*did not answer"):
+            other.publish(tiny.model.state_dict(), "321")
+        assert other.status()[server.url].closed and sync.closed()
+        other.close()
     case = mask_likely.case(33, GREEDY)
     sync.publish(mask_likely, "322")
     trace = greedy(server, [case.prompt])[0]

@@ -12,6 +12,7 @@ from rollout import preflight, versions
 from rollout.preflight import check_server, choose_max_running_requests, cpu_kv_tokens, read_algorithm_config
 from tests.support import DATA, write_json
 
+GRAPHS_OFF = {"decode": {"backend": "disabled"}}
 STOCK_JOINT = "sglang.srt.dllm.algorithm.joint_threshold:JointThreshold"
 PUBLISHED = json.loads((DATA / "llada2_mini_config.json").read_text())
 
@@ -198,6 +199,24 @@ class TestRefusals:
             "pp_size",
             "attention_backend",
         ]
+
+    def test_several_of_one_kind_too(self, model):
+        given = flags(model(), pp_size=2, enable_lora=True, disaggregation_mode="prefill", page_size=48, tp_size=3)
+        with pytest.raises(ConfigError) as caught:
+            check_server(given | {"chunked_prefill_size": 100, "mem_fraction_static": 7.0})
+        assert [line.split("=")[0] for line in str(caught.value).splitlines()] == [
+            "pp_size",
+            "enable_lora",
+            "disaggregation_mode",
+            "mem_fraction_static",
+            "tp_size",
+            "page_size",
+            "chunked_prefill_size",
+        ]
+
+    @pytest.mark.parametrize("off", [{"disable_decode_cuda_graph": True}, {"cuda_graph_config": GRAPHS_OFF}])
+    def test_graphs_switched_off_in_other_words(self, model, off):
+        check_server(flags(model(), device="cuda", attention_backend="triton", **off), gpu_bytes=80 << 30)
 
     @pytest.mark.parametrize(
         ("change", "config", "message"),

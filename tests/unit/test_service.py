@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +19,8 @@ from dllm.decoding import DECODERS, SamplingParams
 from dllm.noise import sample_seed
 from dllm.trace import PER_TOKEN, TraceError
 from rollout import wire
+from rollout.client import Client
+from rollout.engine import Engine
 from rollout.params import GenerateParams, content_seed
 from rollout.protocol import RequestError, RolloutRequest, parse
 from rollout.records import RolloutError, join_samples
@@ -338,3 +341,8 @@ def test_finished_is_the_last_event_of_a_sample():
     for sample in (0, 1):
         mine = [e for e in events if e.sample == sample]
         assert isinstance(mine[-1], Finished) and all(isinstance(e, Block) for e in mine[:-1])
+
+
+@pytest.mark.parametrize("name", ["generate", "stream"])
+def test_engine_and_client_take_the_same(name):
+    assert inspect.signature(getattr(Engine, name)) == inspect.signature(getattr(Client, name))
