@@ -14,19 +14,31 @@ NAN, INFINITY = float("nan"), float("inf")
 ODD: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 1 << 31, 1 << 63, -(1 << 63), 1 << 70, 0.5, -0.0, 1e308, NAN, INFINITY, -INFINITY,
     "", "a", "\x00", "\ud7ff", "é" * 50, "<|endoftext|>", "0", [], [[]], [None], {}, {"a": {"b": []}}, [1, "a"],
+    "(", r"(.|.|\s)*Z{3}Q",
 )  # fmt: skip
 
 FIELDS = {
     "/rollout/generate": ("prompts", "n", "sampling_params", "step", "seed", "stream", "deadline_s", "rid", "routing"),
     "/generate": ("text", "input_ids", "sampling_params", "stream", "rid", "return_logprob", "top_logprobs_num"),
-    "/v1/completions": ("prompt", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "seed", "logit_bias"),
+    "/v1/completions": (
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "stop_regex",
+        "stream",
+        "seed",
+        "logit_bias",
+    ),
     "/v1/chat/completions": ("messages", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "tools"),
     "/rollout/abort": ("rid",),
 }
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "max_new_tokens", "stop", "stop_token_ids", "ignore_eos", "n",
     "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens", "json_schema", "regex", "ebnf",
-    "skip_special_tokens", "sampling_seed", "no such parameter",
+    "skip_special_tokens", "sampling_seed", "stop_regex", "no such parameter",
 )  # fmt: skip
 
 
