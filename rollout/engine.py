@@ -17,7 +17,7 @@ import yaml
 
 from dllm.config import load_hf_config, positive_int
 from rollout import preflight
-from rollout.jobs import OnSample, Prompt, collected, events_in, jobs_by_content, jobs_by_place
+from rollout.jobs import OnSample, Prompt, chat_ids, collected, events_in, jobs_by_content, jobs_by_place
 from rollout.params import GenerateParams, check_prompt, content_seed, greedy
 from rollout.records import RolloutSample
 from rollout.service import Event
@@ -175,8 +175,7 @@ class Engine:
         tokenizer = self.sglang.tokenizer_manager.tokenizer
         items: list[Any] = list(tokenizer.encode(prompt)) if isinstance(prompt, str) else list(prompt)
         if items and isinstance(items[0], Mapping):
-            made = tokenizer.apply_chat_template(items, tokenize=True, add_generation_prompt=True, return_dict=False)
-            items = list(made)
+            items = chat_ids(tokenizer, items)
         check_prompt(items, self.block_diffusion.mask_id, self.vocab_size)
         return items
 

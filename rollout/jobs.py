@@ -20,6 +20,13 @@ OnSample = Callable[[int, int, RolloutSample], None]
 """Called with prompt index, sample index and sample."""
 
 
+def chat_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Token ids of chat messages, up to where the answer begins."""
+    return list(
+        tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, return_dict=False)
+    )
+
+
 def jobs_by_content(prompts: Sequence[Sequence[int]], n: int, seed: int | None) -> list[Job]:
     """``n`` samples of every prompt, with seeds that follow from the prompts; None leaves the seeds to the engine."""
     seeds: Sequence[Sequence[int | None]] = [[None] * n] * len(prompts)

@@ -212,14 +212,11 @@ def _bytes(spec: BucketSpec, session: Session, along: Tensor) -> Tensor:
         raise Refused(f"bucket {spec.index} cannot be read from {spec.file}: {error.strerror}") from error
 
 
-def _whole() -> str:
-    """The last complete version, "start" before the first."""
-    label = STATE.label or "start"
-    return label.removeprefix(TORN).partition("->")[0] if label.startswith(TORN) else label
-
-
 def _torn(version: str) -> str:
-    return f"{TORN}{_whole()}->{version}"
+    before = STATE.label or "start"
+    if before.startswith(TORN):
+        before = before.removeprefix(TORN).partition("->")[0]
+    return f"{TORN}{before}->{version}"
 
 
 def _commit(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:

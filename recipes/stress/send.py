@@ -16,6 +16,7 @@ import httpx
 from recipes.stress.malformed import FIELDS, SAMPLING, Attempt
 from recipes.stress.report import Phase
 from recipes.stress.target import Target
+from rollout.plugin.refusals import ABOUT_THE_SERVER
 
 IN_FLIGHT = 32
 """Malformed requests at a time."""
@@ -67,9 +68,6 @@ OURS = ("/rollout/", "/weights/")
 
 WITHOUT_A_FIELD = (401, 403, 404, 405, 409)
 """Not about a field: no rights, no such thing, already running."""
-
-ABOUT_THE_SERVER = re.compile(r"--[a-z]+-[a-z]")
-"""Words of SGLang's that ask for another flag at the server's start, ``--is-embedding`` for example."""
 
 NAMES = {"body", "query", "header", "json", "boundary", *SAMPLING, *chain.from_iterable(FIELDS.values())}
 """What SGLang's messages call the parts of a request, besides the names in the request itself."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from dllm.config import ConfigError
+from rollout.jobs import chat_ids
 from rollout.plugin.backend import service_of
 from rollout.plugin.loading import require
 from rollout.plugin.refusals import Refusals
@@ -91,18 +92,13 @@ def connect() -> tuple[Service, Model]:
     manager = state.tokenizer_manager
     service, tokenizer = service_of(manager), manager.tokenizer
 
-    def template(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        return list(
-            tokenizer.apply_chat_template(list(messages), tokenize=True, add_generation_prompt=True, return_dict=False)
-        )
-
     model = Model(
         mask_id=service.block_diffusion.mask_id,
         vocab_size=manager.model_config.vocab_size,
         block_size=service.block_size,
         context_length=longest(manager),
         encode=lambda text: list(tokenizer.encode(text)),
-        template=template,
+        template=lambda messages: chat_ids(tokenizer, messages),
         decoder=service.decoder,
         routing=bool(manager.server_args.enable_return_routed_experts),
     )
