@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import pickle
+import pickletools
 import time
 from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -33,6 +35,7 @@ from weight_sync.messages import (
     applied_seconds,
     refusal,
 )
+from weight_sync.staging import StagingError
 
 LOADER = "weight_sync.loader.load"
 """Our entry in ``--custom-weight-loader``, and the ``load_format`` of update requests."""
@@ -74,6 +77,19 @@ def serialise(header: str, tensors: Sequence[Tensor]) -> str:
     A CUDA tensor travels as an IPC handle; a CPU tensor (an empty one: its bytes lie in a shared file) by value.
     """
     return pickled([(header if i == 0 else "", tensor) for i, tensor in enumerate(tensors)], tensors[0].is_cuda)
+
+
+def header_of(payload: str) -> dict[str, Any]:
+    """The header in what ``serialise`` made, which is not unpickled for it.
+
+    Raises:
+        StagingError: it is none.
+    """
+    try:
+        operations = pickletools.genops(base64.b64decode(payload, validate=True))
+        return json.loads(next(argument for _, argument, _ in operations if isinstance(argument, str)))
+    except (ValueError, StopIteration, IndexError) as error:
+        raise StagingError(f"the payload is no message: {error!r}") from error
 
 
 class EngineControl:

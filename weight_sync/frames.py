@@ -15,6 +15,19 @@ HEADER_BYTES = 64 << 20
 """Largest header of a bucket; one of LLaDA2-mini's takes a few kilobytes."""
 
 
+TYPES = {
+    "run_id": (str,),
+    "version": (str,),
+    "index": (int,),
+    "last": (bool,),
+    "checksum": (str,),
+    "file": (str, type(None)),
+    "slot": (int, type(None)),
+    "nbytes": (int,),
+}
+"""Types of the fields of a bucket's header, besides its placements; a bool is no int here."""
+
+
 def take_header(buffer: bytearray) -> dict[str, Any] | None:
     """Take the header from the beginning of a bucket's body; None if it has not arrived yet."""
     if len(buffer) < 8:
@@ -40,18 +53,22 @@ def frame(header: str) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def bucket_spec(raw: dict) -> BucketSpec:
+def bucket_spec(raw: dict, placed: bool = False) -> BucketSpec:
     """A bucket's header from JSON of a stranger.
+
+    Args:
+        placed: keep where its bytes lie on this host; otherwise they follow the header.
 
     Raises:
         StagingError: a field is missing or of another type.
     """
     try:
-        spec = BucketSpec.from_dict({k: v for k, v in raw.items() if k not in ("file", "slot")})
+        spec = BucketSpec.from_dict({k: v for k, v in raw.items() if placed or k not in ("file", "slot")})
         for placement in spec.placements:
             _check_placement(placement)
-        if not (isinstance(spec.index, int) and isinstance(spec.nbytes, int) and isinstance(spec.last, bool)):
-            raise TypeError("index, nbytes or last")
+        wrong = [name for name, kind in TYPES.items() if type(getattr(spec, name)) not in kind]
+        if wrong:
+            raise TypeError(f"{wrong[0]} is {getattr(spec, wrong[0])!r}")
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise StagingError(f"the header of the bucket is not one: {error}") from error
     return spec
@@ -59,5 +76,7 @@ def bucket_spec(raw: dict) -> BucketSpec:
 
 def _check_placement(placement: Placement) -> None:
     sizes = (*placement.shape, placement.offset, placement.start)
-    if not all(isinstance(n, int) and n >= 0 for n in sizes) or not isinstance(placement.torch_dtype, torch.dtype):
+    if not all(type(n) is int and n >= 0 for n in sizes) or not isinstance(placement.torch_dtype, torch.dtype):
         raise ValueError(f"placement {placement}")
+    if not isinstance(placement.name, str):
+        raise TypeError(f"the name {placement.name!r} is no string")

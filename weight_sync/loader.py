@@ -34,6 +34,8 @@ from weight_sync.messages import (
     Commit,
     LoaderStatus,
     Manifest,
+    Message,
+    Read,
     Slots,
 )
 from weight_sync.target import Progress, Target
@@ -96,9 +98,8 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Handle one message: its header (see ``weight_sync.messages``) and the tensors that travel along."""
     began = time.perf_counter()
     try:
-        header = named_tensors[0][0]
-        raw = json.loads(header)
-        STATE.status = HANDLERS[raw["kind"]](model, raw, [tensor for _, tensor in named_tensors])
+        message = _decode(named_tensors[0][0] if named_tensors else "")
+        STATE.status = HANDLERS[type(message)](model, message, [tensor for _, tensor in named_tensors])
     except Refused as error:
         STATE.status = LoaderStatus(False, str(error), resend=True)
     except NoSuchUpdate as error:
@@ -108,6 +109,25 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         STATE.session = None
         STATE.status = LoaderStatus(False, f"{type(error).__name__}: {error}; start over")
     STATE.status.label, STATE.status.seconds = STATE.label, time.perf_counter() - began
+
+
+def unreadable(error: Exception) -> None:
+    """Note a message that did not get as far as ``load``; the plugin calls it. The open update stays open."""
+    reason = f"the message cannot be read: {type(error).__name__}: {error}"
+    STATE.status = LoaderStatus(False, reason, resend=True, label=STATE.label)
+
+
+def _decode(header: str) -> Message:
+    """The message of a header.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        raw = json.loads(header)
+        return KINDS[raw["kind"]].from_dict(raw)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Refused(f"the message cannot be read: {type(error).__name__}: {error}") from error
 
 
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
@@ -154,8 +174,8 @@ def _session(run_id: str, version: str, what: str) -> Session:
     return session
 
 
-def _begin(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
-    manifest, target = Manifest.from_dict(raw), target_of(model)
+def _begin(model: Any, manifest: Manifest, tensors: list[Tensor]) -> LoaderStatus:
+    target = target_of(model)
     if manifest.digest != target.digest:
         wrong = sorted(set(manifest.tensors).symmetric_difference(target.layout.tensors()))
         raise NoSuchUpdate(f"{len(wrong)} tensors of the manifest are not those of this engine, e.g. {wrong[0]}")
@@ -168,15 +188,13 @@ def _begin(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStat
     return LoaderStatus(True, held=STATE.label)
 
 
-def _slots(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
-    message = Slots.from_dict(raw)
+def _slots(model: Any, message: Slots, tensors: list[Tensor]) -> LoaderStatus:
     # Kept for the whole update: mapping another process's memory takes milliseconds.
     _session(message.run_id, message.version, "buffers").slots = tensors
     return LoaderStatus(True)
 
 
-def _bucket(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
-    spec = BucketSpec.from_dict(raw)
+def _bucket(model: Any, spec: BucketSpec, tensors: list[Tensor]) -> LoaderStatus:
     session = _session(spec.run_id, spec.version, f"bucket {spec.index}")
     progress = session.progress
     if spec.index < len(session.received) and session.received[spec.index] == spec.checksum:
@@ -201,7 +219,7 @@ def _bucket(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderSta
 
 def _bytes(spec: BucketSpec, session: Session, along: Tensor) -> Tensor:
     if spec.slot is not None:
-        if spec.slot >= len(session.slots):
+        if not 0 <= spec.slot < len(session.slots):
             raise Refused(f"bucket {spec.index} lies in buffer {spec.slot}, which was not announced")
         return session.slots[spec.slot][: spec.nbytes]
     if spec.file is None:
@@ -219,8 +237,7 @@ def _torn(version: str) -> str:
     return f"{TORN}{before}->{version}"
 
 
-def _commit(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
-    commit = Commit.from_dict(raw)
+def _commit(model: Any, commit: Commit, tensors: list[Tensor]) -> LoaderStatus:
     key = (commit.run_id, commit.version)
     if STATE.session is None and STATE.committed == key:
         return LoaderStatus(True, "duplicate")
@@ -235,14 +252,13 @@ def _commit(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderSta
     return LoaderStatus(True)
 
 
-def _abort(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
-    message = Abort.from_dict(raw)
+def _abort(model: Any, message: Abort, tensors: list[Tensor]) -> LoaderStatus:
     if STATE.session is not None and (STATE.session.run_id, STATE.session.version) == (message.run_id, message.version):
         STATE.session = None
     return LoaderStatus(True, held=STATE.label)
 
 
-def _read(model: Any, raw: dict[str, Any], tensors: list[Tensor]) -> LoaderStatus:
+def _read(model: Any, message: Read, tensors: list[Tensor]) -> LoaderStatus:
     return LoaderStatus(True, checksum=target_of(model).checksum())
 
 
@@ -251,4 +267,13 @@ def _synchronize(target: Target) -> None:
         torch.cuda.synchronize(target.device)
 
 
-HANDLERS = {"begin": _begin, "slots": _slots, "bucket": _bucket, "commit": _commit, "abort": _abort, "read": _read}
+HANDLERS: dict[type[Message], Callable[..., LoaderStatus]] = {
+    Manifest: _begin,
+    Slots: _slots,
+    BucketSpec: _bucket,
+    Commit: _commit,
+    Abort: _abort,
+    Read: _read,
+}
+
+KINDS = {message.kind: message for message in HANDLERS}

@@ -68,6 +68,10 @@ ABORT_SECONDS = 5.0
 """How long an engine may take to give up an update before it counts as lost."""
 
 
+APPLY_ATTEMPTS = 2
+"""How often a staged update is applied before the engine counts as broken."""
+
+
 RESEND = "resend: "
 """What a refusal says that is a ``ResendError``, whoever it comes from."""
 

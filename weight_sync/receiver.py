@@ -24,7 +24,7 @@ from torch import Tensor
 from weight_sync.buckets import Bucket, view
 from weight_sync.checksum import TensorSums, origin, same_checksum
 from weight_sync.control import EngineControl
-from weight_sync.messages import RESEND, BucketSpec, Commit, Manifest, Torn, WeightSyncError
+from weight_sync.messages import APPLY_ATTEMPTS, RESEND, BucketSpec, Commit, Manifest, NoAnswer, WeightSyncError
 from weight_sync.transports import Engine
 from weight_sync.transports.collective import TRAINER, Channel
 from weight_sync.transports.shm import SharedMemoryTransport
@@ -48,6 +48,9 @@ class Staged:
         """
         if (spec.run_id, spec.version) != (self.manifest.run_id, self.manifest.version):
             raise WeightSyncError(f"bucket {spec.index} of version {spec.version} has no open update; start over")
+        if spec.index < len(self.buckets) and self.buckets[spec.index][0].checksum == spec.checksum:
+            # Sent again for another receiver, which had it damaged.
+            return self._checksum(spec)
         if spec.index != len(self.buckets):
             raise WeightSyncError(f"{RESEND}bucket {spec.index} arrived where {len(self.buckets)} was due")
         if not same_checksum(data, spec.placements, spec.checksum):
@@ -55,6 +58,9 @@ class Staged:
         self.buckets.append((spec, data))
         for placement in spec.placements:
             self.sums.add(placement.name, view(data, placement), origin(placement))
+        return self._checksum(spec)
+
+    def _checksum(self, spec: BucketSpec) -> str:
         return f"{self.sums.value():016x}" if spec.last else ""
 
     @property
@@ -65,37 +71,53 @@ class Staged:
 def hand_over(staged: Staged, engine: Engine, checksum: str) -> None:
     """Close the engine, give it everything, and open it again with the new version.
 
+    What is staged is applied again if the engine refuses some of it, because nothing else repairs a mixture.
+
     Raises:
         WeightSyncError: the engine refused. It stays closed if it has taken bytes by then.
     """
     manifest, touched = staged.manifest, False
-    shared = SharedMemoryTransport()
-    try:
-        engine.pause()
-        engine.begin(manifest)
-        on_device = staged.buckets[0][1].is_cuda
-        if on_device:
-            engine.send_slots(manifest.run_id, manifest.version, [data for _, data in staged.buckets])
-        held = ""
-        for spec, data in staged.buckets:
-            touched = True
+    on_device = staged.buckets[0][1].is_cuda
+    for attempt in range(1, APPLY_ATTEMPTS + 1):
+        try:
+            engine.pause()
+            engine.begin(manifest)
             if on_device:
-                spec.slot = spec.index
-                held = engine.send_bucket(spec)
-            else:
-                [held] = shared.send(Bucket(spec.index, data, spec.placements, spec.last), spec, [engine])
-        if checksum and held != checksum:
-            raise WeightSyncError(f"the engine holds weights with checksum {held or 'unknown'}, not {checksum}")
-        engine.commit(manifest.run_id, manifest.version, checksum)
-        engine.resume()
-    except WeightSyncError:
-        engine.abort(manifest.run_id, manifest.version)
-        if not touched:
-            with suppress(Torn):
-                engine.resume()
-        raise
+                engine.send_slots(manifest.run_id, manifest.version, [data for _, data in staged.buckets])
+            touched = True
+            held = _from_device(staged, engine) if on_device else _from_memory(staged, engine)
+            if checksum and held != checksum:
+                raise WeightSyncError(f"the engine holds weights with checksum {held or 'unknown'}, not {checksum}")
+            engine.commit(manifest.run_id, manifest.version, checksum)
+            engine.resume()
+            return
+        except WeightSyncError as error:
+            logger.warning("applying version %s failed (attempt %d): %s", manifest.version, attempt, error)
+            with suppress(WeightSyncError):
+                engine.abort(manifest.run_id, manifest.version)
+                if not touched:
+                    engine.resume()
+            if not touched or attempt == APPLY_ATTEMPTS or isinstance(error, NoAnswer):
+                raise
+
+
+def _from_device(staged: Staged, engine: Engine) -> str:
+    """Every bucket into the closed engine; the checksum of what it holds then."""
+    held = ""
+    for spec, _ in staged.buckets:
+        spec.slot = spec.index
+        held = engine.send_bucket(spec)
+    return held
+
+
+def _from_memory(staged: Staged, engine: Engine) -> str:
+    held, shared = "", SharedMemoryTransport()
+    try:
+        for spec, data in staged.buckets:
+            [held] = shared.send(Bucket(spec.index, data, spec.placements, spec.last), spec, [engine])
     finally:
         shared.close()
+    return held
 
 
 class Receiver:

@@ -32,15 +32,12 @@ from weight_sync.control import EngineControl
 from weight_sync.frames import bucket_spec, take_header
 from weight_sync.gate import TOKEN_HEADER, Rejected, Requests
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import BucketSpec, Manifest, WeightSyncError
+from weight_sync.messages import APPLY_ATTEMPTS, BucketSpec, Manifest, WeightSyncError
 from weight_sync.session import Key, Machine, Refused, Session
 from weight_sync.staging import ROOTS, Staging, StagingError
 from weight_sync.transports.directory import tensors, verify
 
 logger = logging.getLogger(__name__)
-
-APPLY_ATTEMPTS = 2
-"""How often a staged update is applied before the engine counts as broken."""
 
 WRITE_BYTES = 4 << 20
 """Bytes that are collected before a thread writes them."""
@@ -79,6 +76,7 @@ class WeightService:
         self.token = secrets.token_hex(16)
         control.client.headers[TOKEN_HEADER] = self.token
         self._commit: tuple[Key, asyncio.Task[None]] | None = None
+        self._committing = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
         self._rescue: asyncio.Task[None] | None = None
 
@@ -208,15 +206,17 @@ class WeightService:
 
     async def commit(self, key: Key, drain_seconds: float, checksum: str) -> dict[str, Any]:
         """Apply a prepared update; goes on if the client leaves, and may be asked for again."""
-        if self._commit is None or self._commit[0] != key or self._commit[1].done():
-            if self.machine.committed == key and self.machine.version == key[1]:
-                return self.state()
-            await self.prepare(key)
-            if checksum and checksum != self._sent:
-                raise Rejected(422, f"buckets with checksum {self._sent} arrived, the sender has {checksum}")
-            self.machine.fence(key, self.clock())
-            self._commit = key, asyncio.create_task(self._apply(key, drain_seconds))
-        await asyncio.shield(self._commit[1])
+        async with self._committing:  # a second one waits until the first has begun
+            if self._commit is None or self._commit[0] != key or self._commit[1].done():
+                if self.machine.committed == key and self.machine.version == key[1]:
+                    return self.state()
+                await self.prepare(key)
+                if checksum and checksum != self._sent:
+                    raise Rejected(422, f"buckets with checksum {self._sent} arrived, the sender has {checksum}")
+                self.machine.fence(key, self.clock())
+                self._commit = key, asyncio.create_task(self._apply(key, drain_seconds))
+            applying = self._commit[1]
+        await asyncio.shield(applying)
         return self.state()
 
     async def abort(self, key: Key) -> dict[str, Any]:

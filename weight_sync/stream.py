@@ -10,10 +10,13 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from weight_sync.control import header_of
+from weight_sync.frames import bucket_spec
 from weight_sync.gate import Rejected
-from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, WeightSyncError
+from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, Slots, WeightSyncError
 from weight_sync.service import WeightService
 from weight_sync.session import Key, Refused, Session
+from weight_sync.staging import StagingError
 
 
 class Streams:
@@ -71,9 +74,9 @@ class Streams:
 
     async def _deliver(self, session: Session, header: dict[str, Any], payload: Sequence[str]) -> str:
         service, machine, key = self.service, self.service.machine, session.key
-        if header.get("kind") != "bucket":
+        spec = self._checked(key, header, payload)
+        if spec is None:
             return await asyncio.to_thread(service.control.deliver, payload)
-        spec = BucketSpec.from_dict(header)
         machine.expects(key, spec.index, spec.checksum, spec.last)
         if not session.touched:
             machine.touch(key, service.clock())
@@ -83,6 +86,23 @@ class Streams:
         if spec.last:
             self.held = answer.partition(CHECKSUM)[2]
         return answer
+
+    def _checked(self, key: Key, header: dict[str, Any], payload: Sequence[str]) -> BucketSpec | None:
+        """The header of a bucket; None for device buffers.
+
+        Raises:
+            StagingError: it is neither, or of another update, or not what the ranks are to get.
+        """
+        if header.get("kind") not in (BucketSpec.kind, Slots.kind):
+            raise StagingError(f"message of kind {header.get('kind')!r}: a streamed update takes bucket and slots")
+        if (header.get("run_id"), header.get("version")) != key:
+            raise StagingError("the message's header and its address disagree")
+        if len(payload) != self.service.control.tp_size:
+            raise StagingError(f"{len(payload)} payloads for {self.service.control.tp_size} tensor-parallel ranks")
+        for rank, each in enumerate(payload):
+            if header_of(each) != header:
+                raise StagingError(f"the payload for rank {rank} is not that of its header")
+        return bucket_spec(header, placed=True) if header["kind"] == BucketSpec.kind else None
 
     async def commit(self, key: Key, checksum: str) -> dict[str, Any]:
         """Serve what was streamed, if it is all there and the engine holds it as it was sent."""

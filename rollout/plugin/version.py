@@ -43,6 +43,20 @@ def _before_loader(manager: Any, request: Any) -> None:
     STATE.flush = lambda: manager.is_fully_idle() and manager.flush_cache(empty_cache=False)
 
 
+def _around_worker(update: Any, worker: Any, request: Any) -> Any:
+    """A message for our loader that is no message is refused; SGLang's scheduler would die of it."""
+    if getattr(request, "load_format", None) != LOADER:
+        return update(worker, request)
+    try:
+        return update(worker, request)
+    except Exception as error:
+        # The loader never raises: this was unpickled, or should have been.
+        from weight_sync.loader import unreadable
+
+        unreadable(error)
+        return False, str(error)
+
+
 def _report_loader(result: Any, manager: Any) -> None:
     """Turn the status our loader left on every tensor-parallel rank into the answer of the request.
 
@@ -74,6 +88,8 @@ def install() -> None:
     for source in ("disk", "distributed", "tensor", "ipc"):
         HookRegistry.register(f"{manager}.update_weights_from_{source}", _after_update, HookType.AFTER)
     HookRegistry.register(f"{manager}.update_weights_from_tensor", _before_loader, HookType.BEFORE)
+    worker = "sglang.srt.managers.tp_worker.BaseTpWorker.update_weights_from_tensor"
+    HookRegistry.register(worker, _around_worker, HookType.AROUND)
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.init_diffusion_llm", _after_scheduler_init, HookType.AFTER
     )

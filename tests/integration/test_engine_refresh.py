@@ -6,6 +6,8 @@ Also what needs other weights than the checkpoint's: a head that makes the mask 
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -23,8 +25,9 @@ from tests.integration.conftest import Request
 from tests.integration.oracle import TOLERANCE, TinyModel, assert_same
 from tests.integration.refresh import BUCKET, GREEDY, greedy
 from tests.support import ROOT, sampling_batch
+from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import WeightSyncError
+from weight_sync.messages import ResendError, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 
 
@@ -115,6 +118,40 @@ def test_a_tensor_of_the_wrong_shape_is_refused_by_the_engine(server, tiny, sync
         wrong.publish(tiny.model.state_dict().items(), "73")
     sync.publish(tiny, "74")
     case = tiny.case(5, GREEDY)
+    assert_same(greedy(server, [case.prompt])[0], case.trace)
+
+
+def test_a_message_that_is_none_is_refused_by_the_engine(server, tiny, mask_likely, sync):
+    """In the middle of an update: the scheduler survives, and the update goes on."""
+    bytes_of = lambda value: base64.b64encode(pickle.dumps(value)).decode()
+    empty = torch.empty(0, dtype=torch.uint8)
+    nonsense = {
+        "no pickle": "AAAA",
+        "half a pickle": bytes_of([("{}", empty)])[:40],
+        "another object": bytes_of(7),
+        "nothing": bytes_of([]),
+        "no header": bytes_of([(3, empty)]),
+        "no JSON": bytes_of([("bucket 3", empty)]),
+        "another header": bytes_of([('{"kind": "else"}', empty)]),
+        "a header that lacks something": bytes_of([('{"kind": "bucket"}', empty)]),
+        "a header with something more": bytes_of([('{"kind": "read", "x": 1}', empty)]),
+    }
+
+    class Intruder(EngineControl):
+        def send_bucket(self, spec, data=None):
+            if spec.index == 2:
+                for name, payload in nonsense.items():
+                    with pytest.raises(ResendError, match=r"\(400\): resend: rank 0: the message cannot be read: "):
+                        pytest.fail(f"{name} was taken: {self.deliver([payload])}")
+                with pytest.raises(WeightSyncError, match="refused /update_weights_from_tensor"):
+                    self.deliver(["no base64"])
+            return super().send_bucket(spec, data)
+
+    control = Intruder(server.url)
+    publisher = WeightPublisher(sync.layout, sync.publisher.transport, [control], BUCKET)
+    report = publisher.publish(mask_likely.model.state_dict(), "76")
+    assert report.resent == 0 and report.checksum == control.checksum()
+    case = mask_likely.case(5, GREEDY)
     assert_same(greedy(server, [case.prompt])[0], case.trace)
 
 

@@ -100,11 +100,12 @@ class Unequal(EngineControl):
             self.deliver = sent  # type: ignore[method-assign]
 
     def unequal(self, payload: Sequence[str], version: str | None = None, timeout: float | None = None) -> str:
-        good, _ = payload
-        wrong = BucketSpec("stranger", "1", 0, False) if self.strange else BucketSpec(*self.key, 99, False)
-        return super().deliver([good, serialise(wrong.encode(), [torch.empty(0, dtype=torch.uint8)])], version, timeout)
+        spec = BucketSpec("stranger", "1", 0, False) if self.wrong == "stranger" else BucketSpec(*self.key, 99, False)
+        wrong = serialise(spec.encode(), [torch.empty(0, dtype=torch.uint8)])
+        unequal = [payload[0], "AAAA" if self.wrong == "unreadable" else wrong]
+        return super().deliver(unequal, version, timeout)
 
-    strange, key = False, ("", "")
+    wrong, key = "another", ("", "")
 
     def begin(self, manifest):
         self.key = (manifest.run_id, manifest.version)
@@ -118,12 +119,15 @@ def test_one_rank_that_fails(pair, tiny, other):
     control.at = 2
     assert publisher.publish(tiny.model.state_dict(), "20").resent == 1
     holds(pair, tiny, "20")
-    control.at, control.strange = 2, True
+    control.at, control.wrong = 2, "unreadable"
+    assert publisher.publish(other.model.state_dict(), "21").resent == 1
+    holds(pair, other, "21")
+    control.at, control.wrong = 2, "stranger"
     with pytest.raises(EngineFailed, match="bucket 2: .*rank 1: bucket 0 of version 1 has no open update"):
-        publisher.publish(other.model.state_dict(), "21")
+        publisher.publish(tiny.model.state_dict(), "22")
     assert publisher.status()[pair.url].closed
-    publisher.publish(other.model.state_dict(), "22")
-    holds(pair, other, "22")
+    publisher.publish(tiny.model.state_dict(), "23")
+    holds(pair, tiny, "23")
     publisher.close()
 
 

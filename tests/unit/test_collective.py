@@ -9,6 +9,7 @@ import queue
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ BUCKET = 8192
 
 def engine_process(port: int, rank: int, size: int, events) -> None:
     """A receiver beside an engine whose loader runs here; says what the engine holds after every commit."""
+    # What earlier tests left: the end of a process group waits for threads that a fork does not have.
+    gc.freeze()
     loader.STATE = loader.LoaderState()
 
     class Told(LocalEngine):
@@ -223,6 +226,61 @@ def test_a_damaged_bucket_is_sent_again(fleet):
     assert report.resent == 1 and events.get(timeout=20)[2]
 
 
+def test_a_bucket_that_one_of_two_receivers_had_damaged(fleet):
+    """It is sent to both again; to the other one it is nothing new. Any bucket, the last one too."""
+    port, events = fleet(2)
+    channel = Channel("127.0.0.1", port, 0, 3, timeout=20)
+    transport = CollectiveTransport(channel, point_to_point=True)
+    send, sent = channel.send, {1: 0, 2: 0}
+
+    def flipping(data: torch.Tensor, rank: int) -> None:
+        sent[rank] += 1
+        if rank == 2 and sent[1] in damaged:
+            data = data.clone()
+            data[5] ^= 1
+        send(data, rank)
+
+    channel.send = flipping  # type: ignore[method-assign]
+    publisher = WeightPublisher(LAYOUT, transport, transport.engines(), BUCKET)
+    damaged = {2}
+    report = publisher.publish(small_model(3).state_dict(), 3)
+    assert report.resent == 1 and sent == {1: report.buckets + 1, 2: report.buckets + 1}
+    assert {events.get(timeout=20)[1:3] for _ in range(2)} == {("3", True)}
+    sent |= {1: 0, 2: 0}
+    damaged = {1, report.buckets + 1}
+    assert publisher.publish(small_model(4).state_dict(), 4).resent == 2
+    assert {events.get(timeout=20)[1:3] for _ in range(2)} == {("4", True)}
+    sent |= {1: 0, 2: 0}
+    damaged = range(1000)
+    with pytest.raises(EngineFailed, match="failed at bucket 0: receiver 2: resend: bucket 0 was damaged") as failure:
+        publisher.publish(small_model(5).state_dict(), 5)
+    assert failure.value.errors.keys() == {"receiver 2"} and not failure.value.lost
+    assert not any(status.closed for status in publisher.status().values())
+
+
+@pytest.mark.parametrize("fault", ["damaged", "refused"])
+def test_what_is_staged_is_applied_again(monkeypatch, fault):
+    """Between receiver and engine: nobody else has the bytes that repair a mixture."""
+    monkeypatch.setattr(loader, "STATE", loader.LoaderState())
+    from tests.unit.test_weight_loader import manifest, parts
+
+    staged, engine = Staged(manifest()), LocalEngine(Receiver(SHAPES))
+    for spec, data in parts():
+        last = staged.take(spec, data)
+    once = [2]
+
+    def tamper(engine: LocalEngine, spec: BucketSpec, data: torch.Tensor | None) -> str:
+        if spec.index in once:
+            once.clear()
+            spec = replace(spec, **{"damaged": {"checksum": "xxh3:0"}, "refused": {"run_id": "stranger"}}[fault])
+        return engine.deliver(spec, data)
+
+    engine.tamper = tamper
+    hand_over(staged, engine, last)
+    assert not once and engine.calls.count("begin") == 2 and engine.calls[-2:] == ["commit", "resume"]
+    assert engine.receiver.holds(small_model(0).state_dict())
+
+
 def test_an_engine_that_refuses_is_not_opened(monkeypatch):
     """A commit of other weights than were sent: the engine has taken bytes and stays closed."""
     monkeypatch.setattr(loader, "STATE", loader.LoaderState())
@@ -233,7 +291,7 @@ def test_an_engine_that_refuses_is_not_opened(monkeypatch):
         last = staged.take(spec, data)
     with pytest.raises(WeightSyncError, match=f"holds weights with checksum {last}, not 0000"):
         hand_over(staged, engine, "0" * 16)
-    assert "resume" not in engine.calls and engine.calls[-1] == "abort"
+    assert "resume" not in engine.calls and engine.calls[-1] == "abort" and engine.calls.count("begin") == 2
 
 
 def test_what_is_staged_must_be_whole():

@@ -21,6 +21,7 @@ from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
 from weight_sync.push import push, run_id
+from weight_sync.staging import Staging
 from weight_sync.transports.directory import INDEX, DirectoryTransport, headers, tensors, verify, versions
 
 BUCKET = 40_000
@@ -75,6 +76,27 @@ def small_files(nbytes: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_version_that_is_damaged_behind_the_check_of_its_server(rig, base, tmp_path, monkeypatch):
+    """The server asks for it again and reads the same files, which are there already."""
+    transport = DirectoryTransport(tmp_path / "versions", base)
+    publisher = WeightPublisher(rig.layout, transport, [rig.client()], 20_000)
+    verify, damaged = Staging.verify, []
+
+    def damaging(staging: Staging) -> str:
+        if not damaged:
+            damaged.append(max(staging.specs))
+            content = bytearray(staging.file(damaged[0]).read_bytes())
+            content[9] ^= 1
+            staging.file(damaged[0]).write_bytes(content)
+        return verify(staging)
+
+    monkeypatch.setattr(Staging, "verify", damaging)
+    report = publisher.publish(rig.model.state_dict(), 1)
+    assert report.resent == 1 and damaged and report.checksum == rig.engine.checksum()
+    assert rig.state() == ("serving", "1") and rig.holds() and versions(tmp_path / "versions") == [1]
+    assert publisher.publish(rig.model.state_dict(), 2).resent == 0 and rig.state() == ("serving", "2")
 
 
 def test_a_full_disk_leaves_the_old_version(base, tmp_path):

@@ -9,9 +9,11 @@ import base64
 import json
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -24,6 +26,7 @@ from tests.support import small_model, write_tiny_model
 from weight_sync.buckets import Bucket, fill_buckets, view
 from weight_sync.checksum import TensorSums, host_checksum
 from weight_sync.client import ServiceControl, StreamControl
+from weight_sync.control import serialise
 from weight_sync.frames import frame
 from weight_sync.gate import TOKEN_HEADER, Gate
 from weight_sync.layout import CheckpointLayout
@@ -361,6 +364,29 @@ def test_a_commit_that_is_asked_for_twice(rig):
     assert rig.step("commit").status_code == 200 and rig.client().open(rig.manifest()) is None
 
 
+def test_two_commits_at_once_without_prepare(rig, monkeypatch):
+    """Both verify, one applies, and the other waits for the same end."""
+    rig.staged()
+    verify, verifying, go_on = Staging.verify, threading.Event(), threading.Event()
+
+    def slowly(staging: Staging) -> str:
+        verifying.set()
+        go_on.wait(10)
+        return verify(staging)
+
+    monkeypatch.setattr(Staging, "verify", slowly)
+    answers: list[httpx.Response] = []
+    threads = [threading.Thread(target=lambda: answers.append(rig.step("commit"))) for _ in range(2)]
+    threads[0].start()
+    assert verifying.wait(10)
+    threads[1].start()
+    time.sleep(0.1)
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert [answer.status_code for answer in answers] == [200, 200] and rig.engine.calls.count("begin") == 1
+
+
 @pytest.mark.parametrize("stage", ["pause", "begin"])
 def test_a_failure_before_the_first_byte(rig, stage):
     rig.staged()
@@ -494,6 +520,49 @@ def test_a_streaming_sender_that_dies(rig):
     assert rig.state() == ("broken", None) and rig.http.post("/generate").status_code == 503
     rig.stream(1)
     assert rig.state() == ("serving", "1") and rig.holds()
+
+
+def as_message(header: dict[str, Any], payload: Any = None) -> dict[str, Any]:
+    """Body of a message whose payload is what its header says, or another's."""
+    text = json.dumps(header if payload is None else payload)
+    return {"header": header, "payload": [serialise(text, [torch.empty(0, dtype=torch.uint8)])]}
+
+
+BUCKET_HEADER = json.loads(BucketSpec("run", "1", 0, False, checksum="xxh3:0").encode())
+SLOTS_HEADER = {"kind": "slots", "run_id": "run", "version": "1"}
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ({"header": SLOTS_HEADER, "payload": ["AAAA"]}, "the payload is no message"),
+        ({"header": SLOTS_HEADER, "payload": ["ü"]}, "the payload is no message"),
+        ({"header": SLOTS_HEADER, "payload": [""]}, "the payload is no message"),
+        ({"header": SLOTS_HEADER, "payload": []}, "0 payloads for 1 tensor-parallel ranks"),
+        ({"header": SLOTS_HEADER, "payload": as_message(SLOTS_HEADER)["payload"] * 2}, "2 payloads for 1"),
+        (as_message(SLOTS_HEADER, BUCKET_HEADER), "the payload for rank 0 is not that of its header"),
+        (as_message(BUCKET_HEADER, BUCKET_HEADER | {"index": 1}), "the payload for rank 0 is not that of its header"),
+        (as_message(SLOTS_HEADER, []), "the payload for rank 0 is not that of its header"),
+        (as_message({"kind": "commit", "run_id": "run", "version": "1"}), "message of kind 'commit'"),
+        (as_message({"kind": ["bucket"]}), "message of kind"),
+        (as_message({}), "message of kind None"),
+        (as_message(SLOTS_HEADER | {"version": "2"}), "the message's header and its address disagree"),
+        (as_message({"kind": "bucket", "run_id": "run", "version": "1"}), "the header of the bucket is not one"),
+        (as_message(BUCKET_HEADER | {"slot": "x"}), "the header of the bucket is not one: slot is 'x'"),
+        (as_message(BUCKET_HEADER | {"index": True}), "the header of the bucket is not one: index is True"),
+        (as_message(BUCKET_HEADER | {"checksum": None}), "the header of the bucket is not one: checksum is None"),
+        (as_message(BUCKET_HEADER | {"more": 1}), "the header of the bucket is not one"),
+        (as_message(BUCKET_HEADER | {"placements": [{"name": ["x"]}]}), "the header of the bucket is not one"),
+        (as_message(BUCKET_HEADER | {"placements": 3}), "the header of the bucket is not one"),
+    ],
+)
+def test_nonsense_as_a_message(rig, body, why):
+    """Refused before the engine hears of it; the update goes on."""
+    rig.client(StreamControl).open(rig.manifest())
+    answer = rig.http.post("/weights/v1/sessions/run/1/messages", json=body)
+    assert answer.status_code == 422 and why in answer.json()["error"]
+    assert rig.engine.calls == ["pause", "begin"] and rig.state() == ("fenced", "0")
+    assert rig.step("abort").status_code == 200 and rig.state() == ("serving", "0")
 
 
 @pytest.mark.parametrize("refusal", [RESEND, ""])

@@ -12,8 +12,6 @@ from torch import Tensor
 from weight_sync.buckets import Bucket
 from weight_sync.messages import BucketSpec, Manifest, ResendError, WeightSyncError
 
-T = TypeVar("T")
-
 
 class Engine(Protocol):
     """What takes an update; ``weight_sync.control.EngineControl`` documents the calls.
@@ -62,7 +60,11 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def fan_out(engines: Sequence[Engine], call: Callable[[Engine], T]) -> list[T]:
+T = TypeVar("T")
+E = TypeVar("E", bound=Engine)
+
+
+def fan_out(engines: Sequence[E], call: Callable[[E], T]) -> list[T]:
     """Results of ``call`` on every engine, all at the same time.
 
     Raises:

@@ -29,7 +29,7 @@ from weight_sync.messages import (
     WeightSyncError,
     refusal,
 )
-from weight_sync.transports import Engine
+from weight_sync.transports import Engine, fan_out
 
 TRAINER = 0
 """Rank of the sender; receivers are 1, 2, …"""
@@ -247,7 +247,7 @@ class CollectiveTransport:
             # A broadcast does not say whom it has not reached.
             error.errors = {engine.url: WeightSyncError(f"{engine.url}: {error}") for engine in reached}
             raise
-        return [engine.answer() for engine in remote]
+        return fan_out(remote, lambda engine: engine.answer())
 
     def release(self) -> None:
         """Nothing is kept."""

@@ -49,6 +49,7 @@ class DirectoryTransport:
         self.root, self.base, self.keep = Path(root), Path(base), keep
         self.layout = CheckpointLayout.from_config(load_hf_config(base))
         self._partial: Path | None = None
+        self._whole: tuple[str, str] | None = None
         self._files: dict[str, dict[str, Any]] = {}
         self._places: dict[str, str] = {}
         self._pieces: dict[str, list[Tensor]] = {}
@@ -63,13 +64,16 @@ class DirectoryTransport:
             WeightSyncError: the disk is full or cannot be written. The version does not appear, and others stay.
         """
         bucket.wait()
+        directory = self.root / f"v{spec.version}"
         try:
-            if bucket.index == 0:
-                self._begin(spec)
-            self._write(bucket.index, bucket.data.cpu(), spec.placements)
-            if not spec.last:
-                return [""] * len(engines)
-            directory = self._complete(spec)
+            # A bucket comes again where an engine has lost it behind its check; here it lies in a file.
+            if self._whole != (spec.run_id, spec.version):
+                if bucket.index == 0:
+                    self._begin(spec)
+                self._write(bucket.index, bucket.data.cpu(), spec.placements)
+                if not spec.last:
+                    return [""] * len(engines)
+                self._complete(spec, directory)
         except OSError as error:
             self.release()
             held = ", ".join(f"v{n}" for n in versions(self.root)) or "none"
@@ -82,7 +86,7 @@ class DirectoryTransport:
         """Drop a version that was not completed."""
         if self._partial is not None:
             shutil.rmtree(self._partial, ignore_errors=True)
-        self._partial, self._files, self._places, self._pieces = None, {}, {}, {}
+        self._partial, self._whole, self._files, self._places, self._pieces = None, None, {}, {}, {}
 
     def close(self) -> None:
         self.release()
@@ -133,24 +137,22 @@ class DirectoryTransport:
             os.fsync(file.fileno())
         self._files[name] = {"bytes": len(content), "xxh3": xxhash.xxh3_128_hexdigest(content)}
 
-    def _complete(self, spec: BucketSpec) -> Path:
+    def _complete(self, spec: BucketSpec, directory: Path) -> None:
         assert self._partial is not None
         index = {"metadata": {}, "weight_map": self._places}
         self._add("model.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True).encode())
         content = {"version": spec.version, "run_id": spec.run_id, "files": dict(self._files)}
         self._add(INDEX, json.dumps(content, indent=1).encode())
-        directory = self.root / f"v{spec.version}"
         replaced = self.root / f".v{spec.version}.replaced"
         if directory.exists():
             directory.rename(replaced)
         self._partial.rename(directory)
         shutil.rmtree(replaced, ignore_errors=True)
         _sync(self.root)
-        self._partial = None
+        self._partial, self._whole = None, (spec.run_id, spec.version)
         for number in versions(self.root)[: -self.keep]:
             if number != int(spec.version):
                 shutil.rmtree(self.root / f"v{number}", ignore_errors=True)
-        return directory
 
 
 def _experts(placement: Placement, rows: Tensor) -> dict[str, Tensor]:
