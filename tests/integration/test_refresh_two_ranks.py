@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from rollout.plugin.cpu import cpu_environment
 from tests.integration.oracle import make
 from tests.support import ROOT, child_environment, free_port, write_tiny_sdar
@@ -61,7 +59,6 @@ print(json.dumps([compare(path) for path in paths]))
 """
 
 
-@pytest.mark.slow
 def test_two_ranks(tmp_path):
     """LLaDA2 with one key-value head for both ranks, and SDAR with experts."""
     make(tmp_path / "llada2", seed=3)

@@ -130,9 +130,7 @@ class Dying(CollectiveTransport):
         return super().send(bucket, spec, engines)
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param("begin", marks=pytest.mark.slow), "bucket", pytest.param("commit", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("stage", ["begin", "bucket", "commit"])
 def test_a_trainer_that_dies_leaves_the_engine_alone(fleet, monkeypatch, stage):
     """The engine never hears of the unfinished update; the next trainer, at the same address, gets through."""
     monkeypatch.setattr(Dying, "stage", stage)
