@@ -163,9 +163,17 @@ class Server(ServerProcess):
 
     def scheduler(self) -> psutil.Process:
         """Its scheduler, a process of SGLang."""
-        children = psutil.Process(self.pid).children(recursive=True)
-        [scheduler] = [child for child in children if "scheduler" in child.cmdline()[0]]
+        [scheduler] = self.schedulers()
         return scheduler
+
+    def schedulers(self) -> list[psutil.Process]:
+        """The schedulers of its tensor-parallel ranks.
+
+        Not by their titles, which depend on where the system has room for them: ranks are started in their order.
+        """
+        children = sorted(psutil.Process(self.pid).children(), key=lambda child: child.pid)
+        others = ("resource_tracker", "detokenizer")
+        return [child for child in children if not any(other in " ".join(child.cmdline()) for other in others)]
 
     def answers(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
         """SGLang's raw answers; the requests arrive together."""

@@ -86,16 +86,15 @@ def test_a_scheduler_killed_within_a_bucket(server, heavy: OneAtATime, tiny, mas
         heavy.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "kill"),
     [
-        ("manifest", kill_engine),
-        ("bucket 0", kill_scheduler),
-        ("bucket 3", kill_engine),
+        pytest.param("manifest", kill_engine, marks=pytest.mark.slow),
+        pytest.param("bucket 0", kill_scheduler, marks=pytest.mark.slow),
+        pytest.param("bucket 3", kill_engine, marks=pytest.mark.slow),
         ("commit", kill_scheduler),
-        ("commit", kill_within),
-        ("resume", kill_engine),
+        pytest.param("commit", kill_within, marks=pytest.mark.slow),
+        pytest.param("resume", kill_engine, marks=pytest.mark.slow),
     ],
 )
 def test_a_restarted_engine_rejoins(server, heavy: OneAtATime, tiny, mask_likely, tmp_path, stage, kill):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -134,12 +133,8 @@ def test_a_killed_rank(pair, heavy, tiny):
     class Killing(StreamControl):
         def send_bucket(self, spec, data=None):
             if spec.index == 1:
-                # Not by its title, which the system may not let it set: ranks are started in their order.
-                others = ("resource_tracker", "detokenizer")
-                children = sorted(psutil.Process(pair.process.pid).children(), key=lambda child: child.pid)
-                ranks = [child for child in children if not any(o in "".join(child.cmdline()) for o in others)]
-                assert len(ranks) == 2
-                ranks[1].kill()
+                _, rank = pair.schedulers()
+                rank.kill()
             return super().send_bucket(spec, data)
 
     transport = SharedMemoryTransport()
