@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from dllm.config import ConfigError, load_hf_config, read_json
-from dllm.models import model_class
+from dllm.models import meta_model
 from dllm.models.checkpoint import save_checkpoint
 from recipes.console import validation_accuracy
 from recipes.records import read_metrics
@@ -188,8 +188,7 @@ def check_names(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a tensor is missing, unexpected or of another shape.
     """
-    with torch.device("meta"):
-        expected = model_class((config.get("architectures") or ["unknown"])[0]).from_hf(config).state_dict()
+    expected = meta_model(config).state_dict()
     if missing := sorted(expected.keys() - state.keys()):
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, e.g. {missing[0]}; it holds no whole policy")
     if unknown := sorted(state.keys() - expected.keys()):
