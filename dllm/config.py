@@ -57,7 +57,7 @@ _EOS_KEYS = ("eos_token_id",)
 MAX_SIZE = 1 << 24
 """What no size of a network exceeds. A file that says more is damaged, and a tensor of it could not be described."""
 
-MAX_SIZES = {"num_hidden_layers": 512, "num_experts": 4096}
+MAX_SIZES = {"num_hidden_layers": 512, "num_experts": 4096, "world_size": 1 << 16}
 """The same for what is made one by one in Python."""
 
 
