@@ -343,6 +343,32 @@ def test_a_flag_that_cannot_work(base, monkeypatch, capsys, flags, message):
     assert error.startswith("error: ") and message in error and "secret" not in error
 
 
+CONFIGS = [
+    ({"vocab_size": -1}, "vocab_size of config.json is -1, not a positive integer"),
+    ({"n_group": 0}, "n_group of config.json is 0, not a positive integer"),
+    ({"hidden_size": "x"}, "hidden_size of config.json is 'x', not a positive integer"),
+    ({"num_hidden_layers": 10**30}, "not at most 512"),
+    ({"architectures": -1}, "architectures of config.json is -1, not a list of names"),
+    ({"architectures": [3]}, "architectures of config.json is [3], not a list of names"),
+    ({"architectures": ["Other"]}, "config.json has no trainer model; use one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CONFIGS, ids=lambda value: str(value)[:40])
+def test_a_config_that_is_no_network(base, capsys, change, message):
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | change))
+    assert main(["--engine", "http://127.0.0.1:9", "--model-path", str(base), "--version", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+
+
+def test_a_bucket_larger_than_memory(rig, base):
+    """A limit and no size: what is made is as large as what there is."""
+    push(rig.client(), base, 1, 1 << 90)
+    assert rig.holds()
+
+
 def test_addresses_that_work():
     for url in ("http://localhost", "https://10.0.0.7:30000/", "http://[::1]:30000", "http://engine.local./prefix"):
         ServiceControl(url, "a key~", 0.5, 3600).close()
