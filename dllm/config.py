@@ -12,6 +12,7 @@ of them. (SDAR's config.json names ``<|endoftext|>`` alone, its generation_confi
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -53,6 +54,12 @@ _BLOCK_SIZE_KEYS = ("block_size", "block_length")
 _MASK_KEYS = ("mask_token_id", "mask_id")
 _EOS_KEYS = ("eos_token_id",)
 
+MAX_SIZE = 1 << 24
+"""What no size of a network exceeds. A file that says more is damaged, and a tensor of it could not be described."""
+
+MAX_SIZES = {"num_hidden_layers": 512, "num_experts": 4096, "world_size": 1 << 16}
+"""The same for what is made one by one in Python."""
+
 
 @dataclass(frozen=True)
 class BlockDiffusionConfig:
@@ -81,12 +88,18 @@ class BlockDiffusionConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``, or an empty one if there is no such file."""
-    if not path.is_file():
-        return {}
+    """The JSON object in ``path``, or an empty one if there is no such file.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON object.
+    """
     try:
+        if not path.is_file():
+            return {}
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); make it readable") from error
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, or nested without end
         raise ConfigError(f"{path} is not valid JSON ({error}); restore the file from the checkpoint") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} is not a JSON object; restore the file from the checkpoint")
@@ -97,10 +110,11 @@ def load_hf_config(model_dir: str | Path) -> dict[str, Any]:
     """config.json of a Hugging Face model directory.
 
     Raises:
-        ConfigError: the directory or its config.json is missing.
+        ConfigError: the directory or its config.json is missing, or cannot be read.
     """
     path = Path(model_dir)
-    if not path.is_dir():
+    # isdir, unlike Path.is_dir, has an answer for names that are too long and for directories that nobody may enter.
+    if not os.path.isdir(path):
         raise ConfigError(f"model path {str(model_dir)!r} is not a directory; pass a local Hugging Face checkpoint")
     config = read_json(path / "config.json")
     if not config:
@@ -108,17 +122,46 @@ def load_hf_config(model_dir: str | Path) -> dict[str, Any]:
     return config
 
 
-def positive_int(config: Mapping[str, Any], key: str) -> int:
-    """A number that every config.json has.
+def architecture_name(config: Mapping[str, Any]) -> str:
+    """First entry of ``architectures`` in a config.json, "unknown" without one.
 
     Raises:
-        ConfigError: it is missing, or not a positive integer.
+        ConfigError: it is not a list of names.
     """
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        found = "is missing" if value is None else f"is {value!r}, not a positive integer"
-        raise ConfigError(f"{key} of config.json {found}; restore the file from the checkpoint")
-    return value
+    names = config.get("architectures")
+    if names is None or names == []:
+        return "unknown"
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise wrong_value(config, "architectures", "a list of names")
+    return names[0]
+
+
+def wrong_value(config: Mapping[str, Any], key: str, wanted: str, where: object = "config.json") -> ConfigError:
+    """For a key of a checkpoint's file that is missing, or has a value that is not what is wanted."""
+    found = "is missing" if (value := config.get(key)) is None else f"is {value!r}, not {wanted}"
+    return ConfigError(f"{key} of {where} {found}; restore the file from the checkpoint")
+
+
+def is_whole(value: Any, least: int, most: int = MAX_SIZE) -> bool:
+    """An integer from ``least`` to ``most``; true and false, which Python counts as integers, are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def positive_int(config: Mapping[str, Any], key: str, least: int = 1, where: object = "config.json") -> int:
+    """A size that a file of a checkpoint has.
+
+    Args:
+        where: the file, for the message.
+
+    Raises:
+        ConfigError: it is missing, or not an integer from ``least`` to ``MAX_SIZE`` (``MAX_SIZES`` of some keys).
+    """
+    value, most = config.get(key), MAX_SIZES.get(key, MAX_SIZE)
+    if not is_whole(value, least, most):
+        large = isinstance(value, int) and value > most
+        wanted = f"at most {most}" if large else "a positive integer" if least == 1 else f"an integer from {least}"
+        raise wrong_value(config, key, wanted, where)
+    return config[key]
 
 
 def attention_heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -160,7 +203,16 @@ def _from_tokenizer(model_dir: str | Path, key: str) -> Iterator[tuple[int, str]
     if token is None:
         token = read_json(Path(model_dir) / "special_tokens_map.json").get(key)
     content = token.get("content") if isinstance(token, Mapping) else token
-    if content and (token_id := tokenizer_token_id(model_dir, content)) is not None:
+    try:
+        token_id = tokenizer_token_id(model_dir, content) if content else None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"the tokenizer files of {model_dir} are damaged, {key}={content!r} cannot be looked up in them "
+            f"({error!r}); restore them from the checkpoint"
+        ) from error
+    if token_id is not None:
         yield token_id, f"tokenizer {key}"
 
 
@@ -189,7 +241,7 @@ def resolve(
     """
     config = load_hf_config(model_dir)
     generation = read_json(Path(model_dir) / "generation_config.json")
-    architecture = (config.get("architectures") or ["unknown"])[0]
+    architecture = architecture_name(config)
     known = KNOWN_ARCHITECTURES.get(architecture)
     vocab_size = positive_int(config, "vocab_size") if "vocab_size" in config else None
 
@@ -227,26 +279,32 @@ def resolve(
             )
         found[name], sources[name] = matches[0]
         if name == "eos_ids" and flag is None and (files := list(from_files(keys, token_key))):
-            found[name] = dict.fromkeys(token for value, _ in files for token in _ids(value))
+            found[name] = tuple(dict.fromkeys(token for value, source in files for token in _ids(value, source)))
             sources[name] = ", ".join(source for _, source in files)
-    found["eos_ids"] = _ids(found["eos_ids"])
+    found["eos_ids"] = _ids(found["eos_ids"], sources["eos_ids"])
     result = BlockDiffusionConfig(architecture=architecture, sources=sources, **found)
     _check(result, vocab_size)
     return result
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    return (int(value),) if isinstance(value, int) else tuple(int(token) for token in value)
+def _ids(value: Any, source: str) -> tuple[int, ...]:
+    ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(is_whole(token, 0) for token in ids):
+        raise ConfigError(
+            f"eos_ids={value!r} (from {source}) is neither a token id nor a list of them; add the right "
+            "'eos_token_id' to config.json"
+        )
+    return ids
 
 
 def _check(config: BlockDiffusionConfig, vocab_size: int | None) -> None:
     where = config.sources
-    if not isinstance(config.block_size, int) or config.block_size < 1:
+    if not is_whole(config.block_size, 1):
         raise ConfigError(
             f"block_size={config.block_size!r} (from {where['block_size']}) is not a positive integer; "
             "use the block size the checkpoint was trained with"
         )
-    if not isinstance(config.mask_id, int) or config.mask_id < 0:
+    if not is_whole(config.mask_id, 0):
         raise ConfigError(
             f"mask_id={config.mask_id!r} (from {where['mask_id']}) is not a token id; add the right 'mask_token_id' to "
             "config.json"

@@ -33,7 +33,7 @@ from dllm.likelihood import Coupled, Elbo, Exact, OneStep, States
 from dllm.likelihood.exact import target_head
 from dllm.likelihood.states import content_generator, forward_tokens, pack_states, split
 from dllm.likelihood.subsample import inclusion_probabilities, slice_signals, subsample
-from dllm.models import BlockDiffusionLM, model_class
+from dllm.models import BlockDiffusionLM, meta_model
 from dllm.models.checkpoint import load_model
 from dllm.replay import SampleSlices
 from dllm.trace import RolloutTrace
@@ -51,9 +51,7 @@ def random_weights(model_dir: str, dtype: torch.dtype, device: str, seed: int) -
         ConfigError: the directory has no config.json of a known architecture.
     """
     config = load_hf_config(model_dir)
-    with torch.device("meta"):
-        model = model_class((config.get("architectures") or ["unknown"])[0], model_dir).from_hf(config)
-    model = in_dtype(model, dtype).to_empty(device=device)
+    model = in_dtype(meta_model(config, model_dir), dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
         if parameter.dim() == 1:

@@ -10,125 +10,26 @@ from __future__ import annotations
 
 import argparse
 import logging
-import pickle
-import re
+import os
 import shutil
 import sys
 import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dllm.config import ConfigError, load_hf_config, read_json
-from dllm.models import model_class
+from dllm.config import ConfigError, load_hf_config
+from dllm.models import meta_model
 from dllm.models.checkpoint import save_checkpoint
-from recipes.console import validation_accuracy
-from recipes.records import read_metrics
+from recipes.run_checkpoint import Checkpoint, find_checkpoint, shard_names
 from recipes.tiny import CONFIGURATION_MODULE
 
-STEP_DIRECTORY = re.compile(r"^global_step_(\d+)$")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One step of a run.
-
-    Attributes:
-        actor: directory with the shards of the policy.
-        base: directory of the model that the run started from, if it still exists.
-    """
-
-    step: int
-    actor: Path
-    base: Path | None
-
-
-def find_checkpoint(given: str | Path, step: str = "last") -> Checkpoint:
-    """The checkpoint of a run directory, of its ``checkpoints`` directory, or of one ``global_step_N``.
-
-    Raises:
-        ConfigError: there is none, or not this one, or it was not written to its end.
-    """
-    path = Path(given)
-    if not path.is_dir():
-        raise ConfigError(f"run directory {str(given)!r} does not exist; pass one of outputs/grpo_llada2/*")
-    if match := STEP_DIRECTORY.match(path.absolute().name):
-        if step not in ("last", match[1]):
-            raise ConfigError(f"--step={step} contradicts {str(given)!r}; pass the run directory to choose a step")
-        return _checked(path, int(match[1]), path.absolute().parent)
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    steps = {int(m[1]): d for d in root.iterdir() if d.is_dir() and (m := STEP_DIRECTORY.match(d.name))}
-    if not steps:
-        raise ConfigError(
-            f"{str(given)!r} has no checkpoint (checkpoints/global_step_*); a run writes one every trainer.save_freq "
-            "steps"
-        )
-    number = _choose(root.absolute().parent, steps, step, _finished(root))
-    return _checked(steps[number], number, root)
-
-
-def _finished(root: Path) -> int | None:
-    """Step of the last checkpoint that was written to its end, as the trainer noted it; None without a note."""
-    note = root / "latest_checkpointed_iteration.txt"
-    text = note.read_text().strip() if note.is_file() else ""
-    return int(text) if text.isdecimal() else None
-
-
-def _choose(run: Path, steps: Mapping[int, Path], step: str, finished: int | None) -> int:
-    if step == "last":
-        return finished if finished in steps else max(steps)
-    if step == "best":
-        scores = {
-            record["step"]: accuracy
-            for record in read_metrics(run)
-            if record["kind"] == "validation" and (accuracy := validation_accuracy(record)) is not None
-        }
-        if not (kept := [n for n in steps if n in scores]):
-            raise ConfigError(
-                f"--step=best needs a validated checkpoint; {run} has checkpoints {sorted(steps)} and validations "
-                f"{sorted(scores)}. Use --step last or a number"
-            )
-        return max(kept, key=lambda n: (scores[n], n))
-    if not step.isdecimal() or int(step) not in steps:
-        raise ConfigError(f"--step={step} is not one of {sorted(steps)}, last or best")
-    return int(step)
-
-
-def _checked(directory: Path, step: int, root: Path) -> Checkpoint:
-    """Refuse a checkpoint that was not written to its end."""
-    finished = _finished(root)
-    actor = directory / "actor"
-    size = read_json(actor / "fsdp_config.json").get("world_size")
-    lacks = [] if size else ["fsdp_config.json"]
-    lacks += [f for r in range(size or 0) if not (actor / (f := shard_name(size, r))).is_file()]
-    lacks += [] if (actor / "huggingface" / "config.json").is_file() else ["huggingface/config.json"]
-    if lacks or (finished is not None and step > finished):
-        what = f"lacks {lacks[0]}" if lacks else f"is newer than the last complete one, {finished}"
-        raise ConfigError(f"checkpoint {directory} is unfinished: it {what}; export an earlier step with --step")
-    return Checkpoint(step, actor, _base_model(root.absolute().parent))
-
-
-def _base_model(run: Path) -> Path | None:
-    """Directory of the model that a run was started from, as its config.yaml has it."""
-    config = run / "config.yaml"
-    if not config.is_file():
-        return None
-    settings = yaml.safe_load(config.read_text(encoding="utf-8")) or {}
-    path = ((settings.get("actor_rollout_ref") or {}).get("model") or {}).get("path")
-    return Path(path) if path and Path(path).is_dir() else None
-
-
-def shard_name(size: int, rank: int) -> str:
-    """File of one rank's part of the model, as verl's checkpoint manager names it."""
-    return f"model_world_size_{size}_rank_{rank}.pt"
 
 
 def load_shards(actor: Path) -> dict[str, Tensor]:
@@ -137,23 +38,30 @@ def load_shards(actor: Path) -> dict[str, Tensor]:
     Files are mapped, not read, and no code in them runs.
 
     Raises:
-        ConfigError: a file cannot be read, or the ranks do not fit together.
+        ConfigError: a file cannot be read or holds something else, or the ranks do not fit together.
     """
     # torch warns that collectives on the stored mesh would fail; none are made here.
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
-    size = int(read_json(actor / "fsdp_config.json")["world_size"])
     shards = []
-    for rank in range(size):
-        file = actor / shard_name(size, rank)
+    for file in (actor / name for name in shard_names(actor)):
         try:
-            shards.append(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-        except (RuntimeError, EOFError, OSError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            shard = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # whatever class a damaged byte leads the unpickler to
             raise ConfigError(
                 f"{file} cannot be read ({error}); it was cut off or damaged, use another step"
             ) from error
+        if not isinstance(shard, dict):
+            raise ConfigError(f"{file} holds a {type(shard).__name__}, no tensors by name; use another step")
+        for name, value in shard.items():
+            if not isinstance(name, str) or not isinstance(value, Tensor):
+                raise ConfigError(f"{file} holds {name!r}: {type(value).__name__}, no tensor by name; use another step")
+        shards.append(shard)
     if any(shard.keys() != shards[0].keys() for shard in shards):
         raise ConfigError(f"the shards of {actor} hold different tensors; the checkpoint is damaged, use another step")
-    return {name: merge(name, [shard[name] for shard in shards]) for name in shards[0]}
+    try:
+        return {name: merge(name, [shard[name] for shard in shards]) for name in shards[0]}
+    except (AttributeError, IndexError, RuntimeError, TypeError) as error:  # parts of several kinds, meshes or shapes
+        raise ConfigError(f"the shards of {actor} do not fit together ({error}); use another step") from error
 
 
 def merge(name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -188,8 +96,7 @@ def check_names(state: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a tensor is missing, unexpected or of another shape.
     """
-    with torch.device("meta"):
-        expected = model_class((config.get("architectures") or ["unknown"])[0]).from_hf(config).state_dict()
+    expected = meta_model(config).state_dict()
     if missing := sorted(expected.keys() - state.keys()):
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors, e.g. {missing[0]}; it holds no whole policy")
     if unknown := sorted(state.keys() - expected.keys()):
@@ -211,9 +118,12 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str = "auto") -> dict[str, 
         Number of tensors and bytes, and the dtype.
 
     Raises:
-        ConfigError: ``out`` is taken, or the checkpoint is damaged.
+        ConfigError: ``out`` is taken or cannot be written, or the checkpoint is damaged.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    # A finished directory cannot take the place of a link.
+    if os.path.islink(out):
+        raise ConfigError(f"--out={str(out)!r} is a symbolic link; choose a directory that is none")
+    if os.path.exists(out) and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out={str(out)!r} exists and is not empty; choose another directory")
     trained = checkpoint.actor / "huggingface"
     config = {k: v for k, v in load_hf_config(trained).items() if k != "transformers_version"}
@@ -223,16 +133,19 @@ def export(checkpoint: Checkpoint, out: Path, dtype: str = "auto") -> dict[str, 
     config["dtype"] = name
     state = load_shards(checkpoint.actor)
     check_names(state, config)
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    partial = None
     try:
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
         partial.chmod(0o777 & ~_umask())
         modules = copy_companions(trained, checkpoint.base, partial, config)
         save_checkpoint(partial, state, config | modules, DTYPES[name])
         partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"--out={str(out)!r} cannot be written: {error}; choose another place") from error
+    finally:
+        if partial is not None:  # after the rename there is none
+            shutil.rmtree(partial, ignore_errors=True)
     nbytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return {"step": checkpoint.step, "tensors": len(state), "bytes": nbytes, "dtype": name}
 
@@ -284,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         checkpoint = find_checkpoint(args.run_dir, args.step)
         written = export(checkpoint, Path(args.out), args.dtype)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:  # an OSError names the file of the run that may not be read
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"step {written['step']}: {written['tensors']} tensors, {written['bytes']:,} bytes, {written['dtype']}")

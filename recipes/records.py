@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from dllm.config import ConfigError, is_whole
+
 
 def _plain(value: Any) -> Any:
     """Numbers of numpy and torch as Python's."""
@@ -39,17 +41,28 @@ class RunRecorder:
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """Records of ``metrics.jsonl``. A step that was run twice (after a resume) appears once, the later one."""
+    """Records of ``metrics.jsonl``. A step that was run twice (after a resume) appears once, the later one.
+
+    Raises:
+        ConfigError: a line is not what ``RunRecorder`` writes, other than one that a killed run left cut.
+    """
     latest: dict[tuple[str, int], dict[str, Any]] = {}
     path = directory / "metrics.jsonl"
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as file:
-        for text in file:
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
             try:
-                record = json.loads(text)
+                record = json.loads(text.decode())
             except json.JSONDecodeError:
                 continue  # the last line of a killed run may be cut
+            except (UnicodeDecodeError, RecursionError):
+                record = None
+            known = isinstance(record, dict) and isinstance(record.get("kind"), str)
+            if not known or not is_whole(record.get("step"), 0):
+                raise ConfigError(
+                    f"line {number} of {path} is no record of a step or a validation: {text.strip()[:100]!r}; remove it"
+                )
             latest[record["kind"], record["step"]] = record
     yield from sorted(latest.values(), key=lambda r: (r["step"], r["kind"]))
 

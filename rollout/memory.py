@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dllm.config import ConfigError, attention_heads, positive_int
-from dllm.models import MODELS
+from dllm.models import meta_model
 
 LOGIT_COPIES = 3
 """Copies of a [block, vocabulary] fp32 matrix alive in a denoise step: logits, softmax and the draw's work space."""
@@ -54,20 +54,13 @@ def width(dtype: str) -> int:
 
 def weight_bytes(config: Config, dtype: str | None = None) -> int | None:
     """Bytes of the weights; routers stay fp32. None for a network that ``dllm.models`` does not have."""
-    import torch
-
-    architecture = (config.get("architectures") or [""])[0]
-    if architecture not in MODELS:
-        return None
-    model_class = MODELS[architecture]
     try:
-        with torch.device("meta"):
-            model = model_class.from_hf(config)
+        model = meta_model(config)
     except ConfigError:
         return None
     usual = width(dtype or checkpoint_dtype(config))
     return sum(
-        tensor.numel() * (4 if name.endswith(model_class.fp32_suffixes) else usual)
+        tensor.numel() * (4 if name.endswith(model.fp32_suffixes) else usual)
         for name, tensor in model.state_dict().items()
     )
 

@@ -18,6 +18,7 @@ from dllm.config import (
     KNOWN_ARCHITECTURES,
     BlockDiffusionConfig,
     ConfigError,
+    architecture_name,
     attention_heads,
     load_hf_config,
     positive_int,
@@ -101,7 +102,7 @@ def check_server(flags: Mapping[str, Any], *, training: bool = False, gpu_bytes:
     """
     report, refusals = Report(dict(flags), dict(flags)), Refusals()
     config = load_hf_config(flags["model_path"])
-    algorithm, architecture = flags.get("dllm_algorithm"), (config.get("architectures") or ["unknown"])[0]
+    algorithm, architecture = flags.get("dllm_algorithm"), architecture_name(config)
     if algorithm is None:
         if architecture in KNOWN_ARCHITECTURES:
             raise ConfigError(

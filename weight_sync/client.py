@@ -14,11 +14,13 @@ import httpx
 import torch
 from torch import Tensor
 
-from weight_sync.control import serialise
+from dllm.config import ConfigError
+from weight_sync.control import connection, serialise
 from weight_sync.frames import frame
 from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
+    MAX_DRAIN_SECONDS,
     BucketSpec,
     Manifest,
     NoAnswer,
@@ -38,6 +40,9 @@ class ServiceControl:
         timeout: seconds until a call is given up; a commit may take this and ``drain_seconds``.
         drain_seconds: how long requests that run at the commit may take to end on their own; afterwards they are
             aborted at their next block boundary.
+
+    Raises:
+        ConfigError: address, key, timeout or ``drain_seconds`` cannot work.
     """
 
     staged = True
@@ -46,8 +51,12 @@ class ServiceControl:
         self, url: str, admin_key: str | None = None, timeout: float = 300.0, drain_seconds: float = 60.0
     ) -> None:
         self.url, self.timeout, self.drain_seconds, self.held = url.rstrip("/"), timeout, drain_seconds, ""
-        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        if not 0 <= drain_seconds <= MAX_DRAIN_SECONDS:
+            raise ConfigError(
+                f"drain_seconds={drain_seconds} is not in 0 to {MAX_DRAIN_SECONDS:.0f}, which a server takes; use "
+                "e.g. 60"
+            )
+        self.client = connection(self.url, admin_key, timeout)
 
     def call(self, method: str, path: str, **arguments: Any) -> dict[str, Any]:
         """One step; the decoded answer.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from dllm.config import ConfigError
 from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
@@ -92,6 +93,36 @@ def header_of(payload: str) -> dict[str, Any]:
         raise StagingError(f"the payload is no message: {error!r}") from error
 
 
+MAX_TIMEOUT = 86400.0
+"""Seconds; far larger ones overflow in the operating system's calls."""
+
+
+def connection(url: str, admin_key: str | None, timeout: float) -> httpx.Client:
+    """A client of a server at ``url`` that sends its admin key.
+
+    Raises:
+        ConfigError: the address, the key or the timeout cannot work, whatever the server.
+    """
+    try:
+        parsed = httpx.URL(url)
+        parsed.host.encode("idna")  # what the resolver makes of it, with another exception class
+        wrong = parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 1) < 1 << 16
+    except (httpx.InvalidURL, UnicodeError):
+        wrong = True
+    if wrong:
+        raise ConfigError(f"engine address {url!r} is no URL of a server; write http://HOST:PORT or https://HOST:PORT")
+    if admin_key and not (admin_key.isascii() and admin_key.isprintable() and admin_key == admin_key.strip()):
+        # The key itself is a secret, and stays out of the message.
+        raise ConfigError(
+            f"admin API key of {len(admin_key)} characters cannot travel in a header: it has others than printable "
+            "ASCII, or space around it; give the server's --admin-api-key"
+        )
+    if not 0 < timeout <= MAX_TIMEOUT:
+        raise ConfigError(f"timeout={timeout} is not a number of seconds in 0 to {MAX_TIMEOUT:.0f}; use e.g. 300")
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    return httpx.Client(base_url=url, headers=headers, timeout=timeout)
+
+
 class EngineControl:
     """One engine's control endpoints.
 
@@ -102,6 +133,9 @@ class EngineControl:
         timeout: seconds until a call is given up.
         drain_seconds: how long requests that run when an update begins may take to end on their own; afterwards they
             are aborted at their next block boundary.
+
+    Raises:
+        ConfigError: address, key or timeout cannot work.
 
     Attributes:
         applied_seconds: that the engine's loader has spent on buckets so far.
@@ -120,8 +154,7 @@ class EngineControl:
         self.url, self.tp_size = url.rstrip("/"), tp_size
         self.timeout, self.drain_seconds = timeout, drain_seconds
         self.applied_seconds, self.held, self._mixture = 0.0, "", ""
-        headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=timeout)
+        self.client = connection(self.url, admin_key, timeout)
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
         """POST and return the decoded answer.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm.models import BlockDiffusionLM, model_class
+from dllm.models import BlockDiffusionLM, meta_model
 from dllm.models.checkpoint import split_experts
 
 
@@ -104,11 +104,9 @@ class CheckpointLayout:
         """Layout of a published config.json.
 
         Raises:
-            ConfigError: its architecture is not one of ``dllm.models.MODELS``.
+            ConfigError: its architecture is not one of ``dllm.models.MODELS``, or its keys do not describe one.
         """
-        with torch.device("meta"):
-            model = model_class((hf_config.get("architectures") or ["unknown"])[0]).from_hf(hf_config)
-        return cls(model, dtype)
+        return cls(meta_model(hf_config), dtype)
 
     @property
     def nbytes(self) -> int:

@@ -67,6 +67,9 @@ class ResendError(WeightSyncError):
 ABORT_SECONDS = 5.0
 """How long an engine may take to give up an update before it counts as lost."""
 
+MAX_DRAIN_SECONDS = 3600.0
+"""How long a server lets running requests end on their own at most."""
+
 
 APPLY_ATTEMPTS = 2
 """How often a staged update is applied before the engine counts as broken."""

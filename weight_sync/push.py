@@ -22,6 +22,7 @@ import torch
 import xxhash
 
 from dllm.config import ConfigError, load_hf_config
+from dllm.models import meta_model
 from weight_sync.buckets import fill_buckets
 from weight_sync.checksum import host_checksum
 from weight_sync.client import ServiceControl
@@ -68,10 +69,12 @@ def push(
     """
     began = time.perf_counter()
     path = Path(model_path)
-    config = load_hf_config(path)
+    # What a file can be refused for by itself, before the server is asked.
+    model = meta_model(load_hf_config(path), path / "config.json")
     verify(path)
+    weight_files(path)
     state = server.state()
-    layout = CheckpointLayout.from_config(config, getattr(torch, state["dtype"]))
+    layout = CheckpointLayout(model, getattr(torch, state["dtype"]))
     # An engine that loads a checkpoint with a 16-bit router has it rounded as well.
     layout.check(headers(path), rounded_router=True)
     manifest = Manifest(run_id(path, bucket_bytes), str(version), layout.tensors(), layout.nbytes)

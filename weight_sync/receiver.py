@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dllm.config import ConfigError
 from weight_sync.buckets import Bucket, view
 from weight_sync.checksum import TensorSums, origin, same_checksum
 from weight_sync.control import EngineControl
@@ -226,7 +227,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    engine = EngineControl(given.engine, given.tp_size, given.admin_api_key, given.timeout)
+    try:
+        engine = EngineControl(given.engine, given.tp_size, given.admin_api_key, given.timeout)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     receive((host, int(port)), given.rank, given.size, engine, given.backend, given.timeout)
     return 0
 

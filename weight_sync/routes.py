@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from weight_sync.gate import Rejected
-from weight_sync.messages import RESEND, Manifest, ResendError, WeightSyncError
+from weight_sync.messages import MAX_DRAIN_SECONDS, RESEND, Manifest, ResendError, WeightSyncError
 from weight_sync.service import WeightService
 from weight_sync.session import Refused
 from weight_sync.staging import StagingError
@@ -31,7 +31,7 @@ class ManifestBody(BaseModel):
     base_version: str | None = None
     kind: str = "begin"
     mode: Literal["staged", "stream"] = "staged"
-    drain_seconds: float = Field(default=0.0, ge=0, le=3600)
+    drain_seconds: float = Field(default=0.0, ge=0, le=MAX_DRAIN_SECONDS)
 
     def message(self) -> Manifest:
         return Manifest(self.run_id, self.version, tuple(self.tensors), self.nbytes, self.base_version)
@@ -59,7 +59,7 @@ class CommitBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    drain_seconds: float = Field(default=0.0, ge=0, le=3600)
+    drain_seconds: float = Field(default=0.0, ge=0, le=MAX_DRAIN_SECONDS)
     checksum: str = ""
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dllm.attention import Attention
+from dllm.config import positive_int, wrong_value
 
 T = TypeVar("T")
 
@@ -18,6 +21,36 @@ class Shape(Protocol):
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def num_experts(self) -> int: ...
+
+
+def shape_values(cls: type[Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the fields of a dataclass of sizes; a key that is missing or null is left out.
+
+    Newer files keep what concerns the rotary embedding in ``rope_parameters``, which wins. Metadata ``least`` of a
+    field is the smallest value of an integer, 1 without it.
+
+    Raises:
+        ConfigError: a value is not of the field's type, or is out of range.
+    """
+    rope = {} if config.get("rope_parameters") is None else config["rope_parameters"]
+    if not isinstance(rope, Mapping):
+        raise wrong_value(config, "rope_parameters", "an object")
+    merged = {**config, **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}}
+    values = {f.name: merged[f.name] for f in fields(cls) if merged.get(f.name) is not None}
+    for f in (f for f in fields(cls) if f.name in values):
+        value = values[f.name]
+        if f.type == "int":
+            positive_int(merged, f.name, f.metadata.get("least", 1))
+        elif f.type == "bool" and not isinstance(value, bool):
+            raise wrong_value(merged, f.name, "true or false")
+        elif f.type == "float" and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise wrong_value(merged, f.name, "a number")
+        elif f.type == "float" and not 0 < value <= sys.float_info.max:
+            raise wrong_value(merged, f.name, "a positive number")
+    return values
 
 
 class Router(nn.Module):

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dllm.config import ConfigError, load_hf_config
-from dllm.models import BlockDiffusionLM, model_class
+from dllm.config import ConfigError, architecture_name, load_hf_config
+from dllm.models import BlockDiffusionLM, meta_model, model_class
 
 _PER_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
 _FUSED = re.compile(r"^(.*\.mlp\.experts)\.(gate_proj|up_proj|down_proj|gate_up_proj)(?:\.weight)?$")
@@ -108,18 +108,15 @@ def load_model(
         ConfigError: the directory is not such a checkpoint, or tensors are missing or unexpected.
     """
     hf_config = load_hf_config(model_dir)
-    architecture = (hf_config.get("architectures") or ["unknown"])[0]
-    cls = model_class(architecture, model_dir)
-    with torch.device("meta"):
-        model = cls.from_hf(hf_config)
-    state = fuse_experts(iterate_safetensors(model_dir), int(hf_config.get("num_experts") or 0))
+    model = meta_model(hf_config, model_dir)
+    state = fuse_experts(iterate_safetensors(model_dir), model.shape.num_experts)
     expected = set(model.state_dict())
     if missing := sorted(expected - set(state)):
         raise ConfigError(f"{model_dir} lacks {len(missing)} tensors, e.g. {missing[0]}; the checkpoint is incomplete")
     if unexpected := sorted(set(state) - expected):
         raise ConfigError(f"{model_dir} has {len(unexpected)} unknown tensors, e.g. {unexpected[0]}")
     for name, tensor in state.items():
-        target = torch.float32 if name.endswith(cls.fp32_suffixes) else dtype or tensor.dtype
+        target = torch.float32 if name.endswith(model.fp32_suffixes) else dtype or tensor.dtype
         state[name] = tensor.to(device=device, dtype=target)
     model.load_state_dict(state, assign=True)
     for parameter in model.parameters():
@@ -142,7 +139,7 @@ def save_checkpoint(
         dtype: dtype to write; None keeps each tensor's. What the model's ``fp32_suffixes`` name is written in fp32.
         shard_bytes: weights that are larger go into several files with an index, one file in memory at a time.
     """
-    fp32 = model_class((hf_config.get("architectures") or ["unknown"])[0]).fp32_suffixes
+    fp32 = model_class(architecture_name(hf_config)).fp32_suffixes
     root = Path(model_dir)
     root.mkdir(parents=True, exist_ok=True)
     config = root / "config.json"

@@ -10,7 +10,7 @@ per-expert tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dllm.attention import Attention
 from dllm.config import ConfigError
-from dllm.models.base import BlockDiffusionLM, Router
+from dllm.models.base import BlockDiffusionLM, Router, shape_values
 from dllm.models.layers import MLP, Experts, RMSNorm, rotary_tables, rotate, selection_gap
 
 
@@ -40,7 +40,7 @@ class LLaDA2Config:
     n_group: int
     topk_group: int
     num_shared_experts: int = 1
-    first_k_dense_replace: int = 1
+    first_k_dense_replace: int = field(default=1, metadata={"least": 0})
     routed_scaling_factor: float = 2.5
     norm_topk_prob: bool = True
     partial_rotary_factor: float = 0.5
@@ -53,7 +53,8 @@ class LLaDA2Config:
         """Read a published config.json.
 
         Raises:
-            ConfigError: a needed key is missing, or a feature is asked for that this model does not have.
+            ConfigError: a needed key is missing or cannot be right, or a feature is asked for that this model does not
+                have.
         """
         for key, only in (
             ("score_function", "sigmoid"),
@@ -68,11 +69,8 @@ class LLaDA2Config:
         ):
             if config.get(key, only) != only:
                 raise ConfigError(f"config.json {key}={config[key]!r} is not supported; LLaDA2 has {only!r}")
-        values = {f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None}
-        rope = config.get("rope_parameters") or {}
-        values.update({key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope})
         try:
-            result = cls(**values)
+            result = cls(**shape_values(cls, config))
         except TypeError as error:
             raise ConfigError(f"config.json is not a complete LLaDA2 configuration: {error}") from error
         if result.num_experts % result.n_group or not 0 < result.topk_group <= result.n_group:
@@ -80,6 +78,13 @@ class LLaDA2Config:
                 f"config.json n_group={result.n_group}, topk_group={result.topk_group} do not divide "
                 f"num_experts={result.num_experts} into groups"
             )
+        if result.num_experts_per_tok > (allowed := result.num_experts // result.n_group * result.topk_group):
+            raise ConfigError(
+                f"config.json num_experts_per_tok={result.num_experts_per_tok} is more than the {allowed} experts of "
+                f"topk_group={result.topk_group} groups"
+            )
+        if result.partial_rotary_factor > 1:
+            raise ConfigError(f"config.json partial_rotary_factor={result.partial_rotary_factor} is more than 1")
         return result
 
     @property

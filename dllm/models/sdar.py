@@ -10,7 +10,7 @@ the same architecture.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dllm.attention import Attention
 from dllm.config import ConfigError
-from dllm.models.base import BlockDiffusionLM, Router
+from dllm.models.base import BlockDiffusionLM, Router, shape_values
 from dllm.models.layers import MLP, Experts, RMSNorm, rotary_tables, rotate, selection_gap
 
 
@@ -47,7 +47,8 @@ class SDARConfig:
         """Read a published config.json.
 
         Raises:
-            ConfigError: a needed key is missing, or a feature is asked for that this model does not have.
+            ConfigError: a needed key is missing or cannot be right, or a feature is asked for that this model does not
+                have.
         """
         for key, only in (
             ("hidden_act", "silu"),
@@ -61,14 +62,12 @@ class SDARConfig:
         ):
             if config.get(key, only) != only:
                 raise ConfigError(f"config.json {key}={config[key]!r} is not supported; SDAR has {only!r}")
-        values = {f.name: config[f.name] for f in fields(cls) if config.get(f.name) is not None}
-        if "rope_theta" in (rope := config.get("rope_parameters") or {}):
-            values["rope_theta"] = rope["rope_theta"]
         experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+        values = shape_values(cls, config if moe else {key: v for key, v in config.items() if key not in experts})
         try:
             if moe and (missing := [key for key in experts if key not in values]):
                 raise TypeError(f"missing {missing}")
-            result = cls(**values if moe else {key: v for key, v in values.items() if key not in experts})
+            result = cls(**values)
         except TypeError as error:
             raise ConfigError(f"config.json is not a complete SDAR configuration: {error}") from error
         if moe and not 0 < result.num_experts_per_tok <= result.num_experts:

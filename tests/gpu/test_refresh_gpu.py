@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -158,20 +157,23 @@ def test_a_refresh_while_64_requests_run(bench, drain, record_property):
         except Aborted:
             return None
 
-    bench.control.drain_seconds = drain
+    bench.control.drain_seconds, pause = drain, bench.control.pause
     try:
         with ThreadPoolExecutor(2 * REQUESTS) as pool:
             running = [pool.submit(ask, n) for n in range(REQUESTS)]
             time.sleep(0.6)
             assert not any(future.done() for future in running)
-            later = threading.Timer(0.05, lambda: waiting.extend(pool.submit(ask, n) for n in range(REQUESTS)))
             waiting: list[Any] = []
-            later.start()
+
+            def pause_and_ask() -> None:
+                pause()
+                waiting.extend(pool.submit(ask, n) for n in range(REQUESTS))
+
+            bench.control.pause = pause_and_ask  # type: ignore[method-assign]
             report = bench.publish(bench.b)
-            later.join()
             answers = [future.result() for future in [*running, *waiting]]
     finally:
-        bench.control.drain_seconds = 60.0
+        bench.control.drain_seconds, bench.control.pause = 60.0, pause  # type: ignore[method-assign]
     samples = [sample for sample in answers if sample is not None]
     assert len(answers) == 2 * REQUESTS and (not drain or len(samples) == len(answers))
     assert {v for s in samples for v in s.trace.weight_versions} == {before, report.version}

@@ -315,3 +315,8 @@ def test_wrong_arguments(arguments, capsys):
     given |= dict([arguments])
     assert main([part for pair in given.items() for part in pair]) == 2
     assert "need HOST:PORT and 0 < rank < size" in capsys.readouterr().err
+
+
+def test_an_engine_that_has_no_address(capsys):
+    assert main(["--engine", "localhost:30000", "--meet", "h:1", "--rank", "1", "--size", "2"]) == 2
+    assert capsys.readouterr().err.startswith("error: engine address 'localhost:30000' is no URL of a server; write")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
 
-from dllm.config import ConfigError, load_hf_config, resolve, tokenizer_token_id
-from tests.support import DATA, write_json
+from dllm.config import MAX_SIZE, ConfigError, load_hf_config, positive_int, resolve, tokenizer_token_id
+from dllm.models import meta_model
+from tests.support import DATA, sdar_hf_config, write_json
 
 FLAG = {"block_size": 5, "mask_id": 15, "eos_ids": (25,)}
 CONFIG = {"block_size": 6, "mask_token_id": 16, "eos_token_id": 26}
@@ -197,8 +199,98 @@ def test_unknown_architecture_that_names_all_three(tmp_path):
         ({"block_size": "32"}, r"block_size='32' \(from .*\) is not a positive integer"),
         ({"mask_token_id": -1}, r"mask_id=-1 \(from config.json mask_token_id\) is not a token id; "),
         ({"mask_token_id": 157184}, r"mask_id=157184 .* outside the vocabulary of 157184; .*'mask_token_id'"),
+        ({"block_size": True}, r"block_size=True \(from .*\) is not a positive integer"),
+        ({"mask_token_id": True}, r"mask_id=True .* is not a token id"),
+        ({"mask_token_id": 10**30}, r"mask_id=10+ .* is not a token id"),
+        ({"eos_token_id": "x"}, r"eos_ids='x' \(from config.json eos_token_id\) is neither a token id nor a list of "),
+        ({"eos_token_id": 1.5}, r"eos_ids=1.5 .* is neither"),
+        ({"eos_token_id": [3, None]}, r"eos_ids=\[3, None\] .* is neither"),
+        ({"eos_token_id": -1}, r"eos_ids=-1 .* is neither"),
+        ({"vocab_size": -1}, r"vocab_size of config.json is -1, not a positive integer; restore the file"),
+        ({"architectures": -1}, r"architectures of config.json is -1, not a list of names; restore the file"),
+        ({"architectures": [3]}, r"architectures of config.json is \[3\], not a list of names"),
         ({"mask_token_id": 7, "eos_token_id": [3, 7]}, r"mask_id=7 .* is also a stop id .*: correct one of them"),
     ],
 )
 def test_impossible_values(tmp_path, config, message):
     refused(checkpoint(tmp_path, config), message)
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [{"added_tokens_decoder": []}, {"added_tokens_decoder": {"x": {"content": "<m>"}}}]
+)
+def test_damaged_tokenizer_files(tmp_path, tokenizer):
+    refused(checkpoint(tmp_path, tokenizer={"mask_token": "<m>"} | tokenizer), "mask_token='<m>' cannot be looked up")
+
+
+def test_a_config_that_is_no_file_of_text(tmp_path):
+    for content, message in ((b"\xff", "is not valid JSON"), (b"[" * 100_000, "is not valid JSON")):
+        (tmp_path / "config.json").write_bytes(content)
+        refused(tmp_path, message)
+    refused(tmp_path / "config.json", "is not a directory; pass a local")
+    refused(tmp_path / ("long" * 100), "is not a directory; pass a local")
+
+
+def test_sizes():
+    assert positive_int({"a": MAX_SIZE}, "a") == MAX_SIZE and positive_int({"a": 0}, "a", least=0) == 0
+    for value, message in (
+        (MAX_SIZE + 1, f"not at most {MAX_SIZE}"),
+        (True, "not a positive integer"),
+        (None, "missing"),
+    ):
+        with pytest.raises(ConfigError, match=f"a of other.json is .*{message}"):
+            positive_int({"a": value}, "a", where="other.json")
+
+
+CONFIGS = {
+    "llada2": json.loads((DATA / "llada2_mini_config.json").read_text()),
+    "sdar": sdar_hf_config(False, mask_token_id=5),
+    "sdar_moe": sdar_hf_config(True, mask_token_id=5),
+}
+VALUES = [-1, 0, "x", None, [], {}, 1.5, True, 1e30, 10**30, float("nan"), float("inf"), [3], {"rope_theta": "x"}]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_any_value_of_any_key_is_read_or_refused(tmp_path, name, value):
+    """Nothing else escapes, and nothing is allocated or counted to for a number that is absurd."""
+    config = CONFIGS[name] | {"num_hidden_layers": 2}
+    for key in (*config, "rope_parameters", "block_size", "mask_id"):
+        changed = config | {key: value}
+        write_json(tmp_path / "config.json", changed)
+        for read in (lambda changed=changed: meta_model(changed), lambda: resolve(tmp_path)):
+            with suppress(ConfigError):
+                read()
+
+
+SIZES = [
+    ("llada2", {"vocab_size": -1}, "vocab_size of config.json is -1, not a positive integer"),
+    ("llada2", {"hidden_size": "x"}, "hidden_size of config.json is 'x', not a positive integer"),
+    ("llada2", {"n_group": 0}, "n_group of config.json is 0, not a positive integer"),
+    ("llada2", {"num_hidden_layers": 10**9}, "num_hidden_layers of config.json is 1000000000, not at most 512"),
+    ("llada2", {"first_k_dense_replace": -1}, "first_k_dense_replace of config.json is -1, not an integer from 0"),
+    ("llada2", {"num_experts_per_tok": 200}, "num_experts_per_tok=200 is more than the 128 experts of topk_group=4"),
+    ("llada2", {"partial_rotary_factor": 1e30}, "partial_rotary_factor=1e\\+30 is more than 1"),
+    ("llada2", {"rope_theta": float("nan")}, "rope_theta of config.json is nan, not a positive number"),
+    ("llada2", {"rope_parameters": 3}, "rope_parameters of config.json is 3, not an object"),
+    ("llada2", {"architectures": -1}, "architectures of config.json is -1, not a list of names"),
+    ("llada2", {"architectures": [3]}, r"architectures of config.json is \[3\], not a list of names"),
+    ("sdar", {"head_dim": 1.5}, "head_dim of config.json is 1.5, not a positive integer"),
+    ("sdar_moe", {"norm_topk_prob": "x"}, "norm_topk_prob of config.json is 'x', not true or false"),
+    (
+        "sdar",
+        {"head_dim": MAX_SIZE, "num_attention_heads": MAX_SIZE, "hidden_size": MAX_SIZE},
+        "config.json does not describe a network of its architecture 'SDARForCausalLM': RuntimeError",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), SIZES)
+def test_sizes_that_are_no_network(name, change, message):
+    with pytest.raises(ConfigError, match=message):
+        meta_model(CONFIGS[name] | change)
+
+
+@pytest.mark.parametrize("name", ["llada2_mini", "llada2_flash", "sdar_4b", "sdar_8b", "sdar_30b_a3b"])
+def test_published_configs_are_networks(name):
+    meta_model(json.loads((DATA / f"{name}_config.json").read_text()))

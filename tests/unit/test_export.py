@@ -16,8 +16,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dllm.config import resolve
 from dllm.models import BlockDiffusionLM
 from dllm.models.checkpoint import iterate_safetensors, load_model, save_checkpoint
-from recipes.export import find_checkpoint, main, shard_name
-from tests.support import write_tiny_model
+from recipes.export import main
+from recipes.run_checkpoint import find_checkpoint, shard_name
+from tests.support import write_json, write_tiny_model
+from tests.unit.test_push import small_files
 
 STEPS = {7: 0.75, 14: 0.5}
 
@@ -210,3 +212,84 @@ def test_weights_are_readable_by_others(base, tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o644
+
+
+@pytest.fixture
+def run(base, tmp_path) -> Path:
+    save_step(tmp_path / "run", base, 3)
+    return tmp_path / "run"
+
+
+DAMAGED = [
+    ("config.yaml", b"a: [", "config.yaml is not valid YAML"),
+    ("config.yaml", b"a: \xff", "config.yaml is not valid YAML"),
+    ("config.yaml", b"a: 2001-13-45", "config.yaml is not valid YAML"),
+    ("config.yaml", b"- 1", "config.yaml is [1], not a mapping; correct or remove"),
+    ("config.yaml", b"actor_rollout_ref: [1]", "actor_rollout_ref of "),
+    ("config.yaml", b"actor_rollout_ref: {model: x}", "actor_rollout_ref.model of "),
+    ("config.yaml", b"actor_rollout_ref: {model: {path: 3}}", "config.yaml is 3, not a path; correct it"),
+    ("checkpoints/latest_checkpointed_iteration.txt", b"\xff", "iteration.txt holds b'\\xff', not the number of the"),
+    ("checkpoints/latest_checkpointed_iteration.txt", b"9" * 5000, ", not the number of the last complete step"),
+    ("metrics.jsonl", b"\xff\n", "line 1 of "),
+    ("metrics.jsonl", b"[]\n", "metrics.jsonl is no record of a step or a validation: b'[]'; remove it"),
+    ("metrics.jsonl", b'\n{"kind": "validation"}\n', "line 2 of "),
+    ("metrics.jsonl", b'{"kind": [], "step": 3}\n', "line 1 of "),
+    ("metrics.jsonl", b'{"kind": "validation", "step": [3]}\n', "line 1 of "),
+    ("metrics.jsonl", b'{"kind": "validation", "step": 3, "val/accuracy": "x"}\n', "metrics.jsonl is no number"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), DAMAGED, ids=lambda value: str(value)[:40])
+def test_a_damaged_file_of_a_run(run, tmp_path, capsys, name, content, message):
+    (run / name).write_bytes(content)
+    error = refused(capsys, str(run), "--out", str(tmp_path / "out"), "--step", "best" if "metrics" in name else "last")
+    assert error.startswith("error: ") and str(run / name) in error and message in error
+
+
+@pytest.mark.parametrize("size", ["1", -1, 0, 1.0, True, None, 10**9, [1]], ids=repr)
+def test_a_wrong_number_of_ranks(run, tmp_path, capsys, size):
+    write_json(run / "checkpoints" / "global_step_3" / "actor" / "fsdp_config.json", {"world_size": size})
+    error = refused(capsys, str(run), "--out", str(tmp_path / "out"))
+    assert "error: world_size of " in error and "fsdp_config.json is " in error and "restore the file" in error
+
+
+SHARDS = [
+    ([torch.zeros(1)], "holds a list, no tensors by name; use another step"),
+    ({"a": 3}, "holds 'a': int, no tensor by name; use another step"),
+    ({3: torch.zeros(1)}, "holds 3: Tensor, no tensor by name; use another step"),
+    (torch.zeros(1), "holds a Tensor, no tensors by name"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), SHARDS, ids=lambda value: str(value)[:20])
+def test_a_shard_of_something_else(run, tmp_path, capsys, content, message):
+    torch.save(content, run / "checkpoints" / "global_step_3" / "actor" / shard_name(1, 0))
+    assert f"{shard_name(1, 0)} {message}" in refused(capsys, str(run), "--out", str(tmp_path / "out"))
+
+
+def test_shards_of_several_kinds(base, tmp_path, capsys):
+    actor = save_step(tmp_path / "run", base, 3, (2,))
+    state = torch.load(actor / shard_name(2, 1), weights_only=True)
+    torch.save(dict.fromkeys(state, torch.zeros(1)), actor / shard_name(2, 1))
+    assert "do not fit together" in refused(capsys, str(tmp_path / "run"), "--out", str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("place", ["below a file", "dangling link", "link to an empty directory", "long", "full"])
+def test_a_place_that_cannot_be_written(run, tmp_path, capsys, place):
+    out = tmp_path / ("out" if place != "long" else "o" * 300)
+    if place == "below a file":
+        out.write_text("mine")
+        out = out / "deep" / "model"
+    elif "link" in place:
+        out.symlink_to(tmp_path / "target")
+    if place == "link to an empty directory":
+        (tmp_path / "target").mkdir()
+    before = sorted(os.listdir(tmp_path))
+    with small_files(8_000 if place == "full" else 1 << 40):
+        error = refused(capsys, str(run), "--out", str(out))
+    why = "is a symbolic link; choose a directory that is none" if "link" in place else "cannot be written: "
+    assert error.startswith(f"error: --out={str(out)!r} {why}") and sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_run_that_cannot_be(tmp_path, capsys):
+    assert "does not exist" in refused(capsys, "r" * 300, "--out", str(tmp_path / "out"))

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from dllm.models.checkpoint import load_model
 from tests.support import write_tiny_model
 from tests.unit.test_weight_service import Memory, Rig
+from weight_sync.client import ServiceControl
 from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
-from weight_sync.push import push, run_id
+from weight_sync.push import main, push, run_id
 from weight_sync.staging import Staging
 from weight_sync.transports.directory import INDEX, DirectoryTransport, headers, tensors, verify, versions
 
@@ -275,12 +276,124 @@ def test_something_else_answers(rig, base):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors.index.json", INDEX])
-@pytest.mark.parametrize(("content", "why"), [("{", "Expecting"), ("{}", "it lacks"), ("7", "not iterable")])
+@pytest.mark.parametrize(("content", "why"), [("{", "Expecting"), ("{}", "it lacks"), ("7", "no JSON object")])
 def test_a_damaged_index(rig, base, name, content, why):
     (base / name).write_text(content)
     with pytest.raises(WeightSyncError, match=f"{name} is damaged: .*{why}.*; copy the checkpoint again"):
         push(rig.client(), base, 1)
     assert not rig.engine.calls
+
+
+WEIGHTS = {"bytes": 3, "xxh3": "0"}
+INDICES = [
+    ("model.safetensors.index.json", [], "it is no JSON object"),
+    ("model.safetensors.index.json", {"weight_map": []}, r"its weight_map=\[\] is no object with names of files"),
+    ("model.safetensors.index.json", {"weight_map": {}}, "its weight_map={} is no object with names of files"),
+    ("model.safetensors.index.json", {"weight_map": {"a": 3}}, "its weight_map has 'a': 3"),
+    ("model.safetensors.index.json", {"weight_map": {"a": "../x"}}, "its weight_map has 'a': '../x'"),
+    ("model.safetensors.index.json", {"weight_map": {"a": "/x"}}, "its weight_map has 'a': '/x'"),
+    (INDEX, {"version": "1", "files": []}, r"its files=\[\] is no object with names of files"),
+    (INDEX, {"version": "1", "files": {"a": {"xxh3": "0"}}}, "its files has 'a': {'xxh3': '0'}"),
+    (INDEX, {"version": "1", "files": {"a": 3}}, "its files has 'a': 3"),
+    (INDEX, {"version": "1", "files": {"../x": WEIGHTS}}, "its files has '../x'"),
+    (INDEX, {"version": "1", "files": {"/x": WEIGHTS}}, "its files has '/x'"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "why"), INDICES)
+def test_an_index_that_is_none(rig, base, capsys, name, content, why):
+    """By name, before a byte moves, and as the sender's fault where a server reads the directory itself."""
+    (base.parent / "x").write_text("abc")
+    (base / name).write_text(json.dumps(content))
+    with pytest.raises(WeightSyncError, match=f"{name} is damaged: {why}.*; copy the checkpoint again"):
+        push(rig.client(), base, 1)
+    rig.client().open(rig.manifest())
+    answer = rig.step("directory", path=str(base))
+    assert answer.status_code == 422 and "is damaged" in answer.json()["error"] and not rig.engine.calls
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800"], ids=["long", "zero", "surrogate"])
+def test_names_that_no_file_can_have(base, name):
+    (base / INDEX).write_text(json.dumps({"version": "1", "files": {name: WEIGHTS}}))
+    with pytest.raises(WeightSyncError, match="cannot be read"):
+        verify(base)
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(WeightSyncError, match="lacks .*, which its index names"):
+        list(headers(base))
+
+
+def test_what_breaks_within_a_file(rig, base):
+    """A dtype that safetensors reads the name of and not the values."""
+    header = json.dumps({"lm_head.weight": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}).encode()
+    (base / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    with pytest.raises(WeightSyncError, match=r"model\.safetensors cannot be read"):
+        list(tensors(base))
+    (base / "model.safetensors").unlink()
+    (base / "model.safetensors").symlink_to("nowhere")
+    with pytest.raises(WeightSyncError, match=r"model\.safetensors cannot be read"):
+        push(rig.client(), base, 1)
+
+
+REFUSED = [
+    (["--engine", "http://localhost:abc"], "engine address 'http://localhost:abc' is no URL of a server; write http:"),
+    (["--engine", "localhost:9"], "engine address 'localhost:9' is no URL"),
+    (["--engine", "ftp://localhost:9"], "engine address 'ftp://localhost:9' is no URL"),
+    (["--engine", "http://"], "engine address 'http:' is no URL"),
+    (["--engine", "http://[::1"], "is no URL"),
+    (["--engine", "http://localhost:99999"], "is no URL"),
+    (["--engine", f"http://{'a' * 70}"], "is no URL"),
+    (["--admin-api-key", "ü"], "admin API key of 1 characters cannot travel in a header"),
+    (["--admin-api-key", "secret\nX-Other: b"], "admin API key of 17 characters cannot travel in a header"),
+    (["--drain-seconds", "nan"], "drain_seconds=nan is not in 0 to 3600"),
+    (["--drain-seconds=-1"], "drain_seconds=-1.0 is not in 0 to 3600"),
+    (["--drain-seconds", "7200"], "drain_seconds=7200.0 is not in 0 to 3600"),
+    (["--timeout", "nan"], "timeout=nan is not a number of seconds in 0 to 86400"),
+    (["--timeout", "0"], "timeout=0.0 is not a number"),
+    (["--timeout=-1"], "timeout=-1.0 is not a number"),
+    (["--timeout", "inf"], "timeout=inf is not a number"),
+    (["--model-path", "config.json"], "model path 'config.json' is not a directory"),
+    (["--model-path", "a" * 300], "is not a directory"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_a_flag_that_cannot_work(base, monkeypatch, capsys, flags, message):
+    """Nobody listens at the address: it is not asked."""
+    monkeypatch.chdir(base)
+    assert main(["--engine", "http://127.0.0.1:9", "--model-path", ".", "--version", "1", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and "secret" not in error
+
+
+CONFIGS = [
+    ({"vocab_size": -1}, "vocab_size of config.json is -1, not a positive integer"),
+    ({"n_group": 0}, "n_group of config.json is 0, not a positive integer"),
+    ({"hidden_size": "x"}, "hidden_size of config.json is 'x', not a positive integer"),
+    ({"num_hidden_layers": 10**30}, "not at most 512"),
+    ({"architectures": -1}, "architectures of config.json is -1, not a list of names"),
+    ({"architectures": [3]}, "architectures of config.json is [3], not a list of names"),
+    ({"architectures": ["Other"]}, "config.json has no trainer model; use one of"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CONFIGS, ids=lambda value: str(value)[:40])
+def test_a_config_that_is_no_network(base, capsys, change, message):
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | change))
+    assert main(["--engine", "http://127.0.0.1:9", "--model-path", str(base), "--version", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+
+
+def test_a_bucket_larger_than_memory(rig, base):
+    """A limit and no size: what is made is as large as what there is."""
+    push(rig.client(), base, 1, 1 << 90)
+    assert rig.holds()
+
+
+def test_addresses_that_work():
+    for url in ("http://localhost", "https://10.0.0.7:30000/", "http://[::1]:30000", "http://engine.local./prefix"):
+        ServiceControl(url, "a key~", 0.5, 3600).close()
 
 
 def test_the_index_says_which_files_count(base, tmp_path):

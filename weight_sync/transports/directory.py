@@ -10,7 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from dllm.config import load_hf_config
+from dllm.config import is_whole, load_hf_config
 from dllm.models.checkpoint import split_experts
 from weight_sync.buckets import Bucket, Placement, new_buffer, view
 from weight_sync.layout import CheckpointLayout
@@ -182,12 +184,12 @@ def verify(directory: str | Path) -> dict[str, Any] | None:
         The index; None for a checkpoint that has none, which was not written here.
 
     Raises:
-        WeightSyncError: a file is missing or differs.
+        WeightSyncError: a file is missing or differs, or the index is none.
     """
     path = Path(directory)
     if not (path / INDEX).is_file():
         return None
-    index = _index(path / INDEX, "version", "files")
+    index = _index(path / INDEX, "files", _checksummed)
     for name, expected in index["files"].items():
         digest, size = xxhash.xxh3_128(), 0
         try:
@@ -195,15 +197,15 @@ def verify(directory: str | Path) -> dict[str, Any] | None:
                 while chunk := file.read(READ_BYTES):
                     digest.update(chunk)
                     size += len(chunk)
-        except OSError as error:
-            raise WeightSyncError(f"{path / name} cannot be read: {error.strerror}") from error
+        except (OSError, ValueError) as error:  # a ValueError for names that the file system cannot have
+            raise WeightSyncError(f"{path / name} cannot be read: {error}") from error
         if (size, digest.hexdigest()) != (expected["bytes"], expected["xxh3"]):
             raise WeightSyncError(
-                f"{path / name} is damaged: it is not what version {index['version']} was written with"
+                f"{path / name} is damaged: it is not what version {index.get('version')} was written with"
             )
     extra = {file.name for file in path.glob("*.safetensors")} - index["files"].keys()
     if extra:
-        raise WeightSyncError(f"{path} has {min(extra)}, which is not part of version {index['version']}")
+        raise WeightSyncError(f"{path} has {min(extra)}, which is not part of version {index.get('version')}")
     return index
 
 
@@ -221,7 +223,11 @@ def headers(directory: str | Path) -> Iterator[tuple[str, tuple[int, ...], torch
 
 
 def tensors(directory: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a checkpoint, file by file; no code of it runs."""
+    """Every tensor of a checkpoint, file by file; no code of it runs.
+
+    Raises:
+        WeightSyncError: as ``headers``.
+    """
     for file in weight_files(directory):
         with _opened(file) as reader:
             for name in reader.keys():  # noqa: SIM118
@@ -232,13 +238,13 @@ def weight_files(directory: str | Path) -> list[Path]:
     """Safetensors files of a checkpoint; those of its index, if it has one.
 
     Raises:
-        WeightSyncError: there are none, or one of the index is missing.
+        WeightSyncError: there are none, or one of the index is missing, or the index is none.
     """
     path = Path(directory)
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(_index(index, "weight_map")["weight_map"].values()))
-        if lost := [n for n in names if not (path / n).is_file()]:
+        names = sorted(set(_index(index, "weight_map", _is_inside)["weight_map"].values()))
+        if lost := [n for n in names if not os.path.isfile(path / n)]:
             raise WeightSyncError(f"checkpoint {path} lacks {lost[0]}, which its index names; copy it again")
         return [path / name for name in names]
     if not (files := sorted(path.glob("*.safetensors"))):
@@ -246,28 +252,53 @@ def weight_files(directory: str | Path) -> list[Path]:
     return files
 
 
-def _index(file: Path, *keys: str) -> dict[str, Any]:
-    """An index file of a checkpoint.
+def _index(file: Path, key: str, fits: Callable[[Any], bool]) -> dict[str, Any]:
+    """An index file of a checkpoint, whose ``key`` is an object of names.
+
+    Args:
+        fits: whether a value of that object can be right.
 
     Raises:
-        WeightSyncError: it is no JSON, or lacks a key.
+        WeightSyncError: it is no JSON object, lacks the key, says something else there, or names a file outside of the
+            checkpoint.
     """
     try:
-        index = json.loads(file.read_text())
-        if lost := [key for key in keys if key not in index]:
-            raise ValueError(f"it lacks {lost[0]!r}")
-    except (ValueError, TypeError, OSError) as error:
+        index = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(index, dict):
+            raise ValueError("it is no JSON object")
+        if key not in index:
+            raise ValueError(f"it lacks {key!r}")
+        if not isinstance(index[key], dict) or not index[key]:
+            raise ValueError(f"its {key}={index[key]!r} is no object with names of files")
+        for name, value in index[key].items():
+            if not fits(value) or (key == "files" and not _is_inside(name)):
+                raise ValueError(f"its {key} has {name!r}: {value!r}")
+    except (ValueError, RecursionError, OSError) as error:
         raise WeightSyncError(f"{file} is damaged: {error}; copy the checkpoint again") from error
     return index
+
+
+def _is_inside(name: Any) -> bool:
+    """The name of a file that does not lead out of its directory. It may be a link, as in the hub's cache."""
+    return isinstance(name, str) and name != "" and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _checksummed(entry: Any) -> bool:
+    """What ``DirectoryTransport`` writes of a file."""
+    found = entry if isinstance(entry, dict) else {}
+    return is_whole(found.get("bytes"), 0, sys.maxsize) and isinstance(found.get("xxh3"), str)
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Names of dtypes in a safetensors header; what is not a float counts as uint8, which no engine takes."""
 
 
-def _opened(file: Path) -> Any:
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A file of tensors; what cannot be read of it within the block is a WeightSyncError."""
     try:
-        return safe_open(file, framework="pt")
+        with safe_open(file, framework="pt") as reader:
+            yield reader
     except Exception as error:  # safetensors has its own error classes for every kind of damage
         raise WeightSyncError(f"{file} cannot be read: {error}") from error
 
