@@ -119,7 +119,7 @@ def measure_engine(results: Results, arguments: Namespace, config: dict[str, Any
 
             def start() -> dict[str, Any]:
                 engine.server.wait()
-                return {"start_seconds": time.monotonic() - began, "config": "tiny" if tiny else str(arguments.config)}
+                return {"start_seconds": time.monotonic() - began, "config": "tiny" if tiny else arguments.config.name}
 
             if results.stage("engine", start) is None:
                 print(engine.server.tail(), file=sys.stderr)
