@@ -143,7 +143,9 @@ def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     shares = [status.checksum for status in statuses if status is not None and status.checksum is not None]
     applied = f"{APPLIED}{max(status.seconds for status in statuses if status):.6f} s"
     if len(shares) != len(statuses):
-        held = statuses[0].held if statuses and statuses[0] else None
+        labels = [status.held for status in statuses if status is not None and status.held is not None]
+        # A rank that took what another refused holds a mixture alone.
+        held = next((label for label in labels if label.startswith(TORN)), labels[0] if labels else None)
         return True, applied if held is None else f"{applied}; {HOLDS}{held}"
     total = sum(shares) % MODULUS
     if STATE.session is not None and STATE.session.share is not None:

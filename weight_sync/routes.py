@@ -29,7 +29,7 @@ class ManifestBody(BaseModel):
     tensors: list[tuple[str, tuple[int, ...], str]]
     nbytes: int = Field(ge=0)
     base_version: str | None = None
-    kind: str = "begin"
+    kind: Literal["begin"] = "begin"
     mode: Literal["staged", "stream"] = "staged"
     drain_seconds: float = Field(default=0.0, ge=0, le=MAX_DRAIN_SECONDS)
 

@@ -111,6 +111,8 @@ class WeightService:
             wrong = sorted(sent ^ mine)
             example = f"e.g. {wrong[0]}" if wrong else "one is listed twice"
             raise Rejected(422, f"{len(wrong)} tensors of the manifest are not those of this engine, {example}")
+        if manifest.nbytes != self.layout.nbytes:
+            raise Rejected(422, f"nbytes={manifest.nbytes} of the manifest are not those of its tensors")
 
     def open(self, manifest: Manifest) -> dict[str, Any]:
         """Begin an update or go on with it; which buckets are missing."""

@@ -19,6 +19,7 @@ from tests.support import wait_for
 from weight_sync.checksum import TensorSums
 from weight_sync.client import ServiceControl, StreamControl
 from weight_sync.control import EngineControl, serialise
+from weight_sync.layout import LayoutError
 from weight_sync.messages import BucketSpec, EngineFailed, Message
 from weight_sync.publisher import WeightPublisher
 from weight_sync.push import push
@@ -80,16 +81,18 @@ def test_sessions(pair, tiny, other):
 
 
 class Unequal(EngineControl):
-    """Damages one message on its way to rank 1."""
+    """Damages one message on its way to one rank, once or always."""
 
     at: int | None = None
+    rank, lasting = 1, False
 
     def message(
         self, header: Message, tensors: Sequence[Tensor] = (), version: str | None = None, timeout: float | None = None
     ) -> str:
         if not isinstance(header, BucketSpec) or header.index != self.at:
             return super().message(header, tensors, version, timeout)
-        self.at, sent, self.deliver = None, self.deliver, self.unequal  # type: ignore[method-assign]
+        self.at = self.at if self.lasting else None
+        sent, self.deliver = self.deliver, self.unequal  # type: ignore[method-assign]
         try:
             return super().message(header, tensors, version, timeout)
         finally:
@@ -98,7 +101,8 @@ class Unequal(EngineControl):
     def unequal(self, payload: Sequence[str], version: str | None = None, timeout: float | None = None) -> str:
         spec = BucketSpec("stranger", "1", 0, False) if self.wrong == "stranger" else BucketSpec(*self.key, 99, False)
         wrong = serialise(spec.encode(), [torch.empty(0, dtype=torch.uint8)])
-        unequal = [payload[0], "AAAA" if self.wrong == "unreadable" else wrong]
+        unequal = list(payload)
+        unequal[self.rank] = "AAAA" if self.wrong == "unreadable" else wrong
         return super().deliver(unequal, version, timeout)
 
     wrong, key = "another", ("", "")
@@ -125,6 +129,23 @@ def test_one_rank_that_fails(pair, tiny, other):
     publisher.publish(tiny.model.state_dict(), "23")
     holds(pair, tiny, "23")
     publisher.close()
+
+
+def test_a_mixture_of_rank_1_alone(pair, tiny, other):
+    """Rank 0 has used nothing; the engine is a mixture all the same, and no other trainer opens it half-way."""
+    sync = Sync(pair, tiny)
+    sync.control.tp_size = 2
+    sync.publish(tiny, "24")
+    control = Unequal(pair.url, tp_size=2)
+    publisher = WeightPublisher(sync.layout, sync.publisher.transport, [control], BUCKET)
+    control.at, control.rank, control.lasting, control.wrong = 0, 0, True, "unreadable"
+    with pytest.raises(EngineFailed, match="failed at bucket 0: .*resend: rank 0: the message cannot be read"):
+        publisher.publish(other.model.state_dict(), "25")
+    with pytest.raises(LayoutError):
+        sync.publisher.publish(iter([("nobody.knows", torch.zeros(1))]), "26")
+    assert sync.publisher.status()[pair.url].closed and sync.closed()
+    sync.publish(tiny, "27")
+    holds(pair, tiny, "27")
 
 
 def test_a_killed_rank(pair, heavy, tiny):

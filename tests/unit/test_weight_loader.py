@@ -468,6 +468,9 @@ class TestLoader:
         """The answer is that of the rank that failed, and a rank without a status has failed."""
         good = loader.LoaderStatus(True, checksum=5)
         assert loader.answer([good, loader.LoaderStatus(False, "broken")]) == (False, "rank 1: broken")
+        labels = [loader.LoaderStatus(True, held=label) for label in ("1", "torn:1->2")]
+        assert loader.answer(labels)[1].endswith("; holds torn:1->2"), "one rank's mixture is the engine's"
+        assert loader.answer(labels[:1] * 2)[1].endswith("; holds 1")
         assert loader.answer([good, None]) == (False, "rank 1: the loader did not run")
         assert loader.answer([loader.LoaderStatus(False, "odd", resend=True), good]) == (False, "resend: rank 0: odd")
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -273,6 +274,9 @@ def test_refused_before_a_byte_is_taken(rig):
     for lost in (wrong.tensors[1:], (*wrong.tensors, wrong.tensors[0]), (*wrong.tensors, ("extra", (1,), "float32"))):
         with pytest.raises(WeightSyncError, match="tensors of the manifest are not those of this engine"):
             rig.client().open(Manifest("run", "1", lost, wrong.nbytes))
+    for nbytes in (0, wrong.nbytes - 1, 10**30):
+        with pytest.raises(WeightSyncError, match=f"nbytes={nbytes} of the manifest are not those of its tensors"):
+            rig.client().open(Manifest("run", "1", wrong.tensors, nbytes))
     rig.client().open(wrong)
     first = rig.buckets()[0]
     p = first.placements[0]
@@ -476,14 +480,15 @@ def test_a_wrong_checksum_of_the_sender(rig):
     assert rig.state() == ("preparing", "0") and not rig.engine.calls
 
 
-def test_no_room(rig, tmp_path):
+def test_no_room(rig, tmp_path, monkeypatch):
     with pytest.raises(
         StagingError, match=r"an update of .* bytes needs room: .* has [\d,]+; free some of it"
     ) as error:
         Staging(Manifest("r", "1", (), 1 << 60), [tmp_path])
     assert error.value.full
-    huge = {"run_id": "r", "version": "1", "nbytes": 1 << 60, "tensors": json.loads(json.dumps(rig.layout.tensors()))}
-    assert rig.http.post("/weights/v1/sessions", json=huge).status_code == 507 and rig.state() == ("serving", "0")
+    monkeypatch.setattr("weight_sync.staging.shutil.disk_usage", lambda root: SimpleNamespace(free=rig.layout.nbytes))
+    answer = rig.http.post("/weights/v1/sessions", json=json.loads(rig.manifest().encode()))
+    assert answer.status_code == 507 and rig.state() == ("serving", "0")
 
 
 def test_what_killed_servers_leave_is_swept(tmp_path):
