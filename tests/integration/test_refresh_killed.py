@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from functools import partial
 
 import pytest
 
@@ -61,7 +62,7 @@ class Doomed(EngineControl):
         super().resume()
 
 
-def fails(server: Server, tiny, mask_likely, stage: str, kill) -> tuple[WeightPublisher, EngineFailed]:
+def fails(server: Server, tiny, mask_likely, stage: str, kill) -> WeightPublisher:
     """Publish to an engine that dies at a stage; the error names both, and the engine is out of the fleet."""
     layout = Sync(server, tiny).layout
     publisher = WeightPublisher(layout, SharedMemoryTransport(), [Doomed(server, stage, kill)], BUCKET)
@@ -74,46 +75,47 @@ def fails(server: Server, tiny, mask_likely, stage: str, kill) -> tuple[WeightPu
     with pytest.raises(WeightSyncError, match="no engine is left"):
         publisher.publish(mask_likely.model.state_dict(), "602")
     wait_for(lambda: server.process.poll() is not None, 60, "the end of the server")
-    return publisher, failure.value
+    return publisher
 
 
-def test_a_scheduler_killed_within_a_bucket(server, heavy: OneAtATime, tiny, mask_likely):
-    """Not only the HTTP process counts: without its scheduler the server ends, and the publisher hears no success."""
-    try:
-        publisher, _ = fails(server, tiny, mask_likely, "bucket 2", kill_within)
-        publisher.close()
-    finally:
-        heavy.close()
+STAGES = [
+    ("bucket 2", kill_within),
+    ("manifest", kill_engine),
+    ("bucket 0", kill_scheduler),
+    ("commit", kill_scheduler),
+    ("resume", kill_engine),
+]
 
 
 @pytest.mark.parametrize(
-    ("stage", "kill"),
-    [
-        pytest.param("manifest", kill_engine, marks=pytest.mark.slow),
-        pytest.param("bucket 0", kill_scheduler, marks=pytest.mark.slow),
-        pytest.param("bucket 3", kill_engine, marks=pytest.mark.slow),
-        ("commit", kill_scheduler),
-        pytest.param("commit", kill_within, marks=pytest.mark.slow),
-        pytest.param("resume", kill_engine, marks=pytest.mark.slow),
-    ],
+    "deaths",
+    [STAGES, pytest.param([("bucket 3", kill_engine), ("commit", kill_within)], marks=pytest.mark.slow)],
+    ids=["stages", "more stages"],
 )
-def test_a_restarted_engine_rejoins(server, heavy: OneAtATime, tiny, mask_likely, tmp_path, stage, kill):
-    """It comes back with the weights of its checkpoint, and has the current ones after ``rejoin``."""
+def test_a_killed_engine_is_no_success_and_rejoins(server, heavy: OneAtATime, tiny, mask_likely, tmp_path, deaths):
+    """Not only the HTTP process counts: without its scheduler the server ends, and the publisher hears no success.
+
+    Restarted, it has the weights of its checkpoint, and the current ones after ``rejoin``. It is the next one to die.
+    """
+    engine = server
     try:
-        publisher, _ = fails(server, tiny, mask_likely, stage, kill)
-        heavy.close()
-        again = heavy.use("again", lambda: RolloutServer(tiny, tmp_path))
-        case = tiny.case(33, GREEDY)
-        assert_same(greedy(again, [case.prompt])[0], case.trace)
-        report = publisher.rejoin(EngineControl(again.url), mask_likely.model.state_dict(), "601")
-        assert report is not None and report.checksum == EngineControl(again.url).checksum()
-        case = mask_likely.case(33, GREEDY)
-        trace = greedy(again, [case.prompt])[0]
-        assert_same(trace, case.trace)
-        assert set(trace.weight_versions) == {"601"}
-        publisher.publish(tiny.model.state_dict(), "602")
-        case = tiny.case(33, GREEDY)
-        assert_same(greedy(again, [case.prompt])[0], case.trace)
-        publisher.close()
+        for number, (stage, kill) in enumerate(deaths):
+            publisher = fails(engine, tiny, mask_likely, stage, kill)
+            heavy.close()
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            engine = heavy.use(f"restarted {number}", partial(RolloutServer, tiny, directory))
+            case = tiny.case(33, GREEDY)
+            assert_same(greedy(engine, [case.prompt])[0], case.trace)
+            report = publisher.rejoin(EngineControl(engine.url), mask_likely.model.state_dict(), "601")
+            assert report is not None and report.checksum == EngineControl(engine.url).checksum()
+            case = mask_likely.case(33, GREEDY)
+            trace = greedy(engine, [case.prompt])[0]
+            assert_same(trace, case.trace)
+            assert set(trace.weight_versions) == {"601"}
+            publisher.publish(tiny.model.state_dict(), "602")
+            case = tiny.case(33, GREEDY)
+            assert_same(greedy(engine, [case.prompt])[0], case.trace)
+            publisher.close()
     finally:
         heavy.close()

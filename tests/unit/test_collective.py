@@ -146,7 +146,7 @@ def test_a_trainer_that_dies_leaves_the_engine_alone(fleet, monkeypatch, stage):
     assert (version, holds) == ("6", True) and calls == ["pause", "begin"], "its first update is the second one sent"
 
 
-@pytest.mark.parametrize("point_to_point", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("point_to_point", [False, True])
 def test_a_receiver_that_is_lost_among_several(point_to_point):
     """In the middle of a bucket: named where that can be known, no engine is touched, and all meet on a new channel."""
     port, events = free_port(), FORK.Queue()

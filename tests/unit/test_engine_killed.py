@@ -44,38 +44,35 @@ def serves(process: Process, seed: int) -> bool:
 
 SESSION = r"/weights/v1/sessions"
 CASES = [
-    # Where the server dies, the stage that the publisher names, and whether every test run has it.
-    (ServiceControl, rf"POST {SESSION}", "manifest", False),
-    (ServiceControl, rf"answer to POST {SESSION}", "manifest", False),
-    (ServiceControl, r"PUT .*/buckets/0", "bucket 0", False),
-    (ServiceControl, r"body of PUT .*/buckets/1", "bucket 1", True),
-    (ServiceControl, r"answer to PUT .*/buckets/2", "bucket 2", False),
-    (ServiceControl, r"POST .*/prepare", "bucket 3", False),
-    (ServiceControl, r"answer to POST .*/prepare", "bucket 3", False),
-    (ServiceControl, r"POST .*/commit", "commit", False),
-    (ServiceControl, "pause", "commit", False),
-    (ServiceControl, "begin", "commit", False),
-    (ServiceControl, "bucket 2", "commit", True),
-    (ServiceControl, "commit", "commit", False),
-    (ServiceControl, "resume", "commit", False),
-    (ServiceControl, r"answer to POST .*/commit", "commit", False),
-    (StreamControl, rf"POST {SESSION}", "manifest", False),
-    (StreamControl, "pause", "manifest", False),
-    (StreamControl, "begin", "manifest", False),
-    (StreamControl, "bucket 0", "bucket 0", False),
-    (StreamControl, r"body of POST .*/messages", "bucket 0", False),
-    (StreamControl, "bucket 2", "bucket 2", True),
-    (StreamControl, "bucket 3", "bucket 3", False),
-    (StreamControl, r"POST .*/commit", "commit", False),
-    (StreamControl, "commit", "commit", False),
-    (StreamControl, "resume", "commit", False),
+    # Where the server dies, and the stage that the publisher names.
+    (ServiceControl, rf"POST {SESSION}", "manifest"),
+    (ServiceControl, rf"answer to POST {SESSION}", "manifest"),
+    (ServiceControl, r"PUT .*/buckets/0", "bucket 0"),
+    (ServiceControl, r"body of PUT .*/buckets/1", "bucket 1"),
+    (ServiceControl, r"answer to PUT .*/buckets/2", "bucket 2"),
+    (ServiceControl, r"POST .*/prepare", "bucket 3"),
+    (ServiceControl, r"answer to POST .*/prepare", "bucket 3"),
+    (ServiceControl, r"POST .*/commit", "commit"),
+    (ServiceControl, "pause", "commit"),
+    (ServiceControl, "begin", "commit"),
+    (ServiceControl, "bucket 2", "commit"),
+    (ServiceControl, "commit", "commit"),
+    (ServiceControl, "resume", "commit"),
+    (ServiceControl, r"answer to POST .*/commit", "commit"),
+    (StreamControl, rf"POST {SESSION}", "manifest"),
+    (StreamControl, "pause", "manifest"),
+    (StreamControl, "begin", "manifest"),
+    (StreamControl, "bucket 0", "bucket 0"),
+    (StreamControl, r"body of POST .*/messages", "bucket 0"),
+    (StreamControl, "bucket 2", "bucket 2"),
+    (StreamControl, "bucket 3", "bucket 3"),
+    (StreamControl, r"POST .*/commit", "commit"),
+    (StreamControl, "commit", "commit"),
+    (StreamControl, "resume", "commit"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "death", "stage"),
-    [pytest.param(*case, marks=() if always else pytest.mark.slow) for *case, always in CASES],
-)
+@pytest.mark.parametrize(("kind", "death", "stage"), CASES)
 def test_killed_at_every_stage(processes, kind, death, stage):
     """The error names engine and stage; the survivor is on one version, takes the next one alone, and the engine comes
     back to the current version by ``rejoin``."""
