@@ -89,7 +89,7 @@ def header_of(payload: str) -> dict[str, Any]:
     try:
         operations = pickletools.genops(base64.b64decode(payload, validate=True))
         return json.loads(next(argument for _, argument, _ in operations if isinstance(argument, str)))
-    except (ValueError, StopIteration, IndexError) as error:
+    except (ValueError, StopIteration, IndexError, RecursionError) as error:
         raise StagingError(f"the payload is no message: {error!r}") from error
 
 

@@ -39,7 +39,7 @@ def take_header(buffer: bytearray) -> dict[str, Any] | None:
         return None
     try:
         header = json.loads(bytes(buffer[8 : 8 + length]))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StagingError(f"the header of the bucket is not JSON: {error}") from error
     if not isinstance(header, dict):
         raise StagingError("the header of the bucket is not an object")

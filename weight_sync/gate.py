@@ -117,9 +117,11 @@ class Gate:
             message = f"a weight session is {machine.state.value}; end it, or send a complete update to /weights/v1"
             await answer(send, 409, {"success": False, "message": message})
             return
-        await self.app(scope, receive, send)
-        if updates and token != self.service.token:
-            await self.service.observe()
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if updates and token != self.service.token:
+                await self.service.observe()
 
 
 async def answer(

@@ -126,7 +126,7 @@ def _decode(header: str) -> Message:
     try:
         raw = json.loads(header)
         return KINDS[raw["kind"]].from_dict(raw)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Refused(f"the message cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -71,6 +71,10 @@ MAX_DRAIN_SECONDS = 3600.0
 """How long a server lets running requests end on their own at most."""
 
 
+VERSION_DIGITS = 18
+"""Longest number that a session takes as a version."""
+
+
 APPLY_ATTEMPTS = 2
 """How often a staged update is applied before the engine counts as broken."""
 

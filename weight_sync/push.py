@@ -27,7 +27,7 @@ from weight_sync.buckets import fill_buckets
 from weight_sync.checksum import host_checksum
 from weight_sync.client import ServiceControl
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import BucketSpec, Manifest, ResendError, WeightSyncError
+from weight_sync.messages import VERSION_DIGITS, BucketSpec, Manifest, ResendError, WeightSyncError
 from weight_sync.transports.directory import headers, tensors, verify, weight_files
 
 ATTEMPTS = 3
@@ -151,8 +151,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        if args.version < 0 or args.bucket_mib < 1:
-            raise ConfigError(f"--version={args.version} --bucket-mib={args.bucket_mib}: use 0 and 1 at least")
+        if not 0 <= args.version < 10**VERSION_DIGITS:
+            raise ConfigError(f"--version={args.version}: use a number from 0, of {VERSION_DIGITS} digits at most")
+        if args.bucket_mib < 1:
+            raise ConfigError(f"--bucket-mib={args.bucket_mib}: use 1 at least")
         server = ServiceControl(args.engine, args.admin_api_key, args.timeout, args.drain_seconds)
         made = push(server, args.model_path, args.version, args.bucket_mib << 20, args.shared)
     except (ConfigError, LayoutError, WeightSyncError) as error:

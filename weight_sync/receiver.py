@@ -92,12 +92,11 @@ def hand_over(staged: Staged, engine: Engine, checksum: str) -> None:
             engine.commit(manifest.run_id, manifest.version, checksum)
             engine.resume()
             return
-        except WeightSyncError as error:
+        except (WeightSyncError, OSError) as error:
             logger.warning("applying version %s failed (attempt %d): %s", manifest.version, attempt, error)
             with suppress(WeightSyncError):
                 engine.abort(manifest.run_id, manifest.version)
-                if not touched:
-                    engine.resume()
+                engine.resume()  # refuses by itself where a byte was used
             if not touched or attempt == APPLY_ATTEMPTS or isinstance(error, NoAnswer):
                 raise
 
@@ -209,6 +208,18 @@ def receive(
             time.sleep(0.2)
 
 
+def _check(given: Any, host: str, port: str) -> None:
+    """Refuse arguments that cannot work, before anything waits for a trainer."""
+    meets = host and port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16
+    if not meets or not 0 < given.rank < given.size:
+        wrong = f"--meet {given.meet!r} --rank {given.rank} --size {given.size}"
+        raise ConfigError(f"{wrong}: need HOST:PORT and 0 < rank < size")
+    if given.tp_size < 1:
+        raise ConfigError(f"--tp-size {given.tp_size}: give the engine's number of tensor-parallel ranks, 1 at least")
+    if given.backend == "nccl" and not torch.cuda.is_available():
+        raise ConfigError("--backend nccl needs a GPU, and none is visible here; use --backend gloo")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", required=True, help="address of the engine, http://127.0.0.1:30000")
@@ -218,16 +229,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, required=True, help="1, 2, …; the trainer is 0")
     parser.add_argument("--size", type=int, required=True, help="number of receivers plus 1")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="nccl" if torch.cuda.is_available() else "gloo")
-    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        help="seconds until an exchange is given up and the next trainer is waited for (default 60)",
+    )
     given: Any = parser.parse_args(arguments)
-    host, _, port = given.meet.rpartition(":")
-    if not host or not port.isdigit() or not 0 < given.rank < given.size:
-        wrong = f"--meet {given.meet!r} --rank {given.rank} --size {given.size}"
-        print(f"error: {wrong}: need HOST:PORT and 0 < rank < size", file=sys.stderr)
-        return 2
     logging.basicConfig(level=logging.INFO)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    host, _, port = given.meet.rpartition(":")
     try:
+        _check(given, host, port)
         engine = EngineControl(given.engine, given.tp_size, given.admin_api_key, given.timeout)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import ClientDisconnect
 
 from weight_sync.gate import Rejected
-from weight_sync.messages import MAX_DRAIN_SECONDS, RESEND, Manifest, ResendError, WeightSyncError
+from weight_sync.messages import MAX_DRAIN_SECONDS, RESEND, VERSION_DIGITS, Manifest, ResendError, WeightSyncError
 from weight_sync.service import WeightService
 from weight_sync.session import Refused
 from weight_sync.staging import StagingError
@@ -24,8 +24,8 @@ class ManifestBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    run_id: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.-]+$")
-    version: str = Field(max_length=18, pattern=r"^[0-9]+$")
+    run_id: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")
+    version: str = Field(max_length=VERSION_DIGITS, pattern=r"^(0|[1-9][0-9]*)$")
     tensors: list[tuple[str, tuple[int, ...], str]]
     nbytes: int = Field(ge=0)
     base_version: str | None = None

@@ -20,7 +20,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from weight_sync.frames import bucket_spec, take_header
 from weight_sync.gate import TOKEN_HEADER, Rejected, Requests
 from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import APPLY_ATTEMPTS, BucketSpec, Manifest, WeightSyncError
+from weight_sync.rescue import Rescue
 from weight_sync.session import Key, Machine, Refused, Session
 from weight_sync.staging import ROOTS, Staging, StagingError
 from weight_sync.transports.directory import tensors, verify
@@ -78,7 +79,7 @@ class WeightService:
         self._commit: tuple[Key, asyncio.Task[None]] | None = None
         self._committing = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
-        self._rescue: asyncio.Task[None] | None = None
+        self.rescue = Rescue(control, self.machine, self.requests)
 
     def state(self) -> dict[str, Any]:
         """What ``GET /weights/v1/state`` answers."""
@@ -211,10 +212,12 @@ class WeightService:
         async with self._committing:  # a second one waits until the first has begun
             if self._commit is None or self._commit[0] != key or self._commit[1].done():
                 if self.machine.committed == key and self.machine.version == key[1]:
+                    self.compare(checksum)
                     return self.state()
                 await self.prepare(key)
                 if checksum and checksum != self._sent:
                     raise Rejected(422, f"buckets with checksum {self._sent} arrived, the sender has {checksum}")
+                await self.rescue.settle()
                 self.machine.fence(key, self.clock())
                 self._commit = key, asyncio.create_task(self._apply(key, drain_seconds))
             applying = self._commit[1]
@@ -227,8 +230,13 @@ class WeightService:
         if self.machine.abort(key):
             self.drop_staging()
             if fenced:
-                await self.after_failure(key)
+                await self.rescue.run(key)
         return self.state()
+
+    def compare(self, checksum: str) -> None:
+        """Refuse to call a sender's weights committed that are not those which are served."""
+        if checksum and self.checksum is not None and checksum != self.checksum:
+            raise Rejected(422, f"weights with checksum {self.checksum} are served, the sender has {checksum}")
 
     async def _apply(self, key: Key, drain_seconds: float) -> None:
         """From the closed gate to the open one."""
@@ -253,17 +261,8 @@ class WeightService:
         except Exception as error:
             self.error = str(error)
             machine.fail(key, f"version {key[1]} was not applied completely: {error}")
-            await self.after_failure(key)
+            await self.rescue.run(key)
             raise Rejected(504 if machine.admits else 502, str(error)) from error
-
-    async def after_failure(self, key: Key) -> None:
-        """Let an engine go on that no byte has reached; of a broken one, end the requests that wait for it."""
-        if not self.machine.admits:
-            self.requests.turn_away()
-            return
-        for step in (lambda: self.control.abort(*key), self.control.resume):
-            with suppress(WeightSyncError):
-                await asyncio.to_thread(step)
 
     async def _send(self, key: Key) -> None:
         """Hand every staged bucket to the loader of every rank, and have the result compared."""
@@ -281,7 +280,8 @@ class WeightService:
         await asyncio.to_thread(control.commit, *key, held)
 
     async def observe(self) -> None:
-        """Learn the engine's version after an update by other means."""
+        """Learn the engine's version after an update by other means, which may have kept the label."""
+        self.checksum, self.machine.committed = None, None
         try:
             answer = await asyncio.to_thread(self.control.client.get, "/model_info")
             self.machine.observe(str(answer.json()["weight_version"]))
@@ -294,7 +294,7 @@ class WeightService:
         if session is not None and self.machine.expire(self.clock()):
             self.drop_staging()
             if fenced:
-                self._rescue = asyncio.create_task(self.after_failure(session.key))
+                self.rescue.begin(session.key)
 
     @contextmanager
     def busy(self, session: Session) -> Iterator[None]:

@@ -197,11 +197,7 @@ class Machine:
             raise Refused(f"bucket {index} arrived where {session.applied} was due")
 
     def prepare(self, key: Key, now: float) -> None:
-        """Everything of a staged update is there; the caller has checked what its buckets hold.
-
-        Raises:
-            Refused: buckets are missing.
-        """
+        """All of a staged update is there (else ``Refused``); the caller has checked what its buckets hold."""
         session = self.opened(key, "staged")
         if not session.complete:
             raise Refused(f"buckets {session.missing()[:8]} of version {session.version} are missing; send them")
@@ -309,6 +305,10 @@ class Machine:
         if session is None or now < session.expires or (self.fenced and session.mode == "staged"):
             return False
         return self.abort(session.key, f"the writer of version {session.version} stopped sending")
+
+    def tear(self, reason: str) -> None:
+        """The engine is closed, and what it holds is unknown."""
+        self.broken, self.version = reason, None
 
     def observe(self, version: str) -> None:
         """The engine has been given another version by other means."""

@@ -39,6 +39,7 @@ class Streams:
         service.check(manifest)
         key = (manifest.run_id, manifest.version)
         async with self.lock:
+            await service.rescue.settle()
             session = machine.open(key, manifest.digest, service.clock(), "stream", manifest.base_version)
             if session is None:
                 return {"committed": True, "version": machine.version, "missing": []}
@@ -109,6 +110,7 @@ class Streams:
         service, machine = self.service, self.service.machine
         async with self.lock:
             if machine.committed == key and machine.version == key[1]:
+                service.compare(checksum)
                 return service.state()
             session = machine.opened(key, "stream")
             if not session.complete:
@@ -127,5 +129,5 @@ class Streams:
 
     async def _fail(self, key: Key, error: Exception) -> None:
         self.service.machine.fail(key, f"version {key[1]} was not applied completely: {error}")
-        await self.service.after_failure(key)
+        await self.service.rescue.run(key)
         raise Rejected(504 if self.service.machine.admits else 502, str(error)) from error

@@ -14,6 +14,7 @@ from weight_sync import loader
 from weight_sync.messages import (
     CHECKSUM,
     HOLDS,
+    TORN,
     Abort,
     BucketSpec,
     Commit,
@@ -22,6 +23,7 @@ from weight_sync.messages import (
     Message,
     ResendError,
     Slots,
+    Torn,
     WeightSyncError,
 )
 
@@ -104,6 +106,8 @@ class LocalEngine:
         self.calls.append("pause")
 
     def resume(self) -> None:
+        if (loader.STATE.label or "").startswith(TORN):
+            raise Torn(loader.STATE.label)
         self.calls.append("resume")
 
     def begin(self, manifest: Manifest) -> None:

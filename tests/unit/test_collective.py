@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -279,6 +280,25 @@ def test_what_is_staged_is_applied_again(monkeypatch, fault):
     assert engine.receiver.holds(small_model(0).state_dict())
 
 
+def test_an_engine_that_no_byte_has_reached_is_opened_again(monkeypatch):
+    """No room for a bucket, or for the directory of buckets: it serves its old weights."""
+    monkeypatch.setattr(loader, "STATE", loader.LoaderState())
+    from tests.unit.test_weight_loader import manifest, parts
+
+    staged, engine = Staged(manifest()), LocalEngine(Receiver(SHAPES))
+    for spec, data in parts():
+        last = staged.take(spec, data)
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "no room")
+
+    for place in ("transports.shm.tempfile.mkdtemp", "receiver.SharedMemoryTransport.send"):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+            patch.setattr(f"weight_sync.{place}", full)
+            hand_over(staged, engine, last)
+        assert engine.calls[-2:] == ["abort", "resume"]
+
+
 def test_an_engine_that_refuses_is_not_opened(monkeypatch):
     """A commit of other weights than were sent: the engine has taken bytes and stays closed."""
     monkeypatch.setattr(loader, "STATE", loader.LoaderState())
@@ -309,12 +329,21 @@ def test_a_trainer_that_is_not_there():
         Channel("127.0.0.1", free_port(), 1, 2, timeout=1)
 
 
-@pytest.mark.parametrize("arguments", [["--meet", "nowhere"], ["--rank", "2"], ["--rank", "0"]])
+@pytest.mark.parametrize(
+    "arguments", [["--meet", "nowhere"], ["--meet", "h:99999"], ["--meet", "h:0"], ["--rank", "2"], ["--rank", "0"]]
+)
 def test_wrong_arguments(arguments, capsys):
     given = {"--engine": "http://x", "--meet": "h:1", "--rank": "1", "--size": "2"}
     given |= dict([arguments])
     assert main([part for pair in given.items() for part in pair]) == 2
     assert "need HOST:PORT and 0 < rank < size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "why"), [(["--tp-size", "0"], "--tp-size 0"), (["--backend", "nccl"], "a GPU")])
+def test_what_a_receiver_cannot_do(arguments, why, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["--engine", "http://x", "--meet", "h:1", "--rank", "1", "--size", "2", *arguments]) == 2
+    assert why in capsys.readouterr().err
 
 
 def test_an_engine_that_has_no_address(capsys):

@@ -296,7 +296,17 @@ def test_refused_before_a_byte_is_taken(rig):
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"\0", b"\xff" * 8, frame("[]"), frame("{}"), frame("no json"), b"\5" + bytes(7) + b"{"]
+    "body",
+    [
+        b"",
+        b"\0",
+        b"\xff" * 8,
+        frame("[]"),
+        frame("{}"),
+        frame("no json"),
+        frame("[" * 100_000),
+        b"\5" + bytes(7) + b"{",
+    ],
 )
 def test_nonsense_as_a_bucket(rig, body):
     rig.client().open(rig.manifest())
@@ -307,6 +317,9 @@ def test_nonsense_as_a_bucket(rig, body):
 def test_nonsense_elsewhere(rig):
     for body in ({}, {"run_id": "a/b", "version": "1", "tensors": [], "nbytes": 0}, {"run_id": "r", "version": "x"}):
         assert rig.http.post("/weights/v1/sessions", json=body).status_code == 422
+    good = json.loads(rig.manifest().encode())
+    for change in ({"run_id": ".."}, {"version": "0001"}, {"version": "1" * 19}):
+        assert rig.http.post("/weights/v1/sessions", json=good | change).status_code == 422
     for name in ("prepare", "commit"):
         assert rig.step(name).status_code == 404
     assert rig.step("abort").status_code == 200 and rig.state() == ("serving", "0")
@@ -583,6 +596,48 @@ def test_a_streamed_bucket_that_the_loader_refuses(rig, refusal):
         assert rig.state() == ("broken", None)
         rig.staged("1", "repair")
         assert rig.step("commit", run="repair").status_code == 200 and rig.holds()
+
+
+def test_an_update_behind_a_dead_writer_begins_when_the_engine_was_opened(rig):
+    """What opens the engine for the old weights must not do so under the buckets of the next update."""
+    rig.client(StreamControl).open(rig.manifest("1", "dead"))
+    called = rig.engine.called
+
+    def slowly(name: str) -> None:
+        time.sleep(0.05 if name in ("abort", "resume") else 0)
+        called(name)
+
+    rig.engine.called = slowly
+    rig.now += LEASE
+    rig.engine.calls.clear()
+    rig.stream(2)
+    assert rig.engine.calls[:4] == ["abort", "resume", "pause", "begin"] and rig.engine.calls.count("resume") == 2
+    assert rig.state() == ("serving", "2") and rig.holds()
+
+
+@pytest.mark.parametrize("stage", ["abort", "resume"])
+def test_an_engine_that_is_not_known_to_hold_the_old_weights_stays_closed(rig, stage):
+    rig.staged()
+    rig.engine.fail_at = ["begin", stage]
+    assert rig.step("commit").status_code == 502 and rig.state() == ("broken", None)
+    assert rig.http.post("/generate").status_code == 503 and ("resume" in rig.engine.calls) == (stage == "resume")
+    assert rig.step("commit").status_code == 200 and rig.state() == ("serving", "1") and rig.holds()
+
+
+def test_an_update_by_other_means_ends_what_was_committed(rig, monkeypatch):
+    """SGLang keeps its label if an update names none; the same version is sent again, and compared."""
+    rig.staged()
+    sent = rig.step("commit").json()["checksum"]
+    assert rig.step("commit", checksum="0" * 16).status_code == 422, "other weights than are served"
+    assert rig.step("commit", checksum=sent).status_code == 200 and rig.client().open(rig.manifest()) is None
+    told = SimpleNamespace(json=lambda: {"weight_version": "1"})
+    monkeypatch.setattr(rig.engine.client, "get", lambda path: told)
+    assert rig.http.post("/update_weights_from_disk").status_code == 200
+    assert rig.http.get("/weights/v1/state").json()["checksum"] is None
+    with pytest.raises(WeightSyncError, match="version 1 is not newer than 1"):
+        rig.client().open(rig.manifest())
+    rig.staged("2")
+    assert rig.step("commit", "2").status_code == 200 and rig.holds()
 
 
 @pytest.mark.parametrize("stage", ["pause", "begin", "commit", "resume"])
