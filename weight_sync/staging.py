@@ -172,10 +172,10 @@ class BucketWriter:
         self.partial.unlink(missing_ok=True)
 
 
-def sweep(roots: Sequence[Path] = ROOTS) -> None:
-    """Remove what servers that were killed left behind."""
+def sweep(roots: Sequence[Path] = ROOTS, prefix: str = PREFIX) -> None:
+    """Remove what processes of this host that were killed left behind, in directories ``<prefix><pid>_…``."""
     for root in roots:
-        for directory in root.glob(f"{PREFIX}*"):
-            pid = directory.name.removeprefix(PREFIX).partition("_")[0]
+        for directory in root.glob(f"{prefix}*"):
+            pid = directory.name.removeprefix(prefix).partition("_")[0]
             if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
                 shutil.rmtree(directory, ignore_errors=True)

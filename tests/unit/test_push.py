@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,20 @@ def test_a_version_that_is_damaged_behind_the_check_of_its_server(rig, base, tmp
     assert report.resent == 1 and damaged and report.checksum == rig.engine.checksum()
     assert rig.state() == ("serving", "1") and rig.holds() and versions(tmp_path / "versions") == [1]
     assert publisher.publish(rig.model.state_dict(), 2).resent == 0 and rig.state() == ("serving", "2")
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_a_writer_that_was_killed_while_it_replaced_a_version(base, tmp_path, between):
+    root, model = tmp_path / "versions", load_model(base)
+    publisher = writer(base, root)
+    publisher.publish(model.state_dict(), 1)
+    if between:
+        (root / "v1").rename(root / ".v1.replaced")
+    else:
+        shutil.copytree(root / "v1", root / ".v1.replaced")
+    for version in (2, 1):
+        publisher.publish(model.state_dict(), version)
+        assert versions(root) == [1, 2] and not list(root.glob(".*")) and verify(root / "v1")
 
 
 def test_a_full_disk_leaves_the_old_version(base, tmp_path):

@@ -512,6 +512,15 @@ def test_what_killed_servers_leave_is_swept(tmp_path):
     assert sorted(d.name for d in tmp_path.iterdir()) == ["other", f"{PREFIX}1_x"]
 
 
+def test_what_killed_trainers_leave_is_swept(tmp_path):
+    (tmp_path / "weight_sync_999999999_x").mkdir()
+    (tmp_path / "weight_sync_999999999_x" / "0.bin").write_bytes(b"1")
+    (tmp_path / "weight_sync_1_x").mkdir()
+    transport = SharedMemoryTransport(tmp_path)
+    assert sorted(d.name for d in tmp_path.iterdir()) == sorted(["weight_sync_1_x", transport.directory.name])
+    transport.close()
+
+
 def test_a_streamed_update(rig):
     """Nothing is admitted from its beginning, and nothing waits anywhere."""
     seen = []

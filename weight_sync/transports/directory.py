@@ -98,6 +98,13 @@ class DirectoryTransport:
         self.root.mkdir(parents=True, exist_ok=True)
         for left in self.root.glob(".v*.partial"):
             shutil.rmtree(left, ignore_errors=True)
+        for left in self.root.glob(".v*.replaced"):
+            whole = self.root / left.name.removeprefix(".").removesuffix(".replaced")
+            # A writer that was killed between two renames has left no other copy.
+            if whole.exists():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.rename(whole)
         self._partial = self.root / f".v{spec.version}.partial"
         self._partial.mkdir()
         for file in sorted(self.base.iterdir()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from weight_sync.buckets import Bucket, new_buffer
 from weight_sync.messages import BucketSpec, WeightSyncError
+from weight_sync.staging import sweep
 from weight_sync.transports import Engine, fan_out
 
 SHM = Path("/dev/shm")
+
+PREFIX = "weight_sync_"
 
 
 class SharedMemoryTransport:
@@ -23,8 +27,9 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        parent = directory or (SHM if SHM.is_dir() else None)
-        self.directory = Path(tempfile.mkdtemp(prefix="weight_sync_", dir=parent))
+        parent = directory or (SHM if SHM.is_dir() else Path(tempfile.gettempdir()))
+        sweep([parent], PREFIX)
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=parent))
 
     def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
         return new_buffer(index, size, device)
