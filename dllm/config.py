@@ -205,9 +205,9 @@ def _from_tokenizer(model_dir: str | Path, key: str) -> Iterator[tuple[int, str]
     content = token.get("content") if isinstance(token, Mapping) else token
     try:
         token_id = tokenizer_token_id(model_dir, content) if content else None
+    except ConfigError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(
             f"the tokenizer files of {model_dir} are damaged, {key}={content!r} cannot be looked up in them "
             f"({error!r}); restore them from the checkpoint"

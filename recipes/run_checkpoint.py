@@ -81,9 +81,9 @@ def _choose(run: Path, steps: Mapping[int, Path], step: str, finished: int | Non
                 for record in read_metrics(run)
                 if record["kind"] == "validation" and (accuracy := validation_accuracy(record)) is not None
             }
+        except ConfigError:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"val/accuracy of {run / 'metrics.jsonl'} is no number ({error}); use --step last or a number"
             ) from error

@@ -113,8 +113,11 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 def unreadable(error: Exception) -> None:
     """Note a message that did not get as far as ``load``; the plugin calls it. The open update stays open."""
-    reason = f"the message cannot be read: {type(error).__name__}: {error}"
-    STATE.status = LoaderStatus(False, reason, resend=True, label=STATE.label)
+    STATE.status = LoaderStatus(False, _unreadable(error), resend=True, label=STATE.label)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"the message cannot be read: {type(error).__name__}: {error}"
 
 
 def _decode(header: str) -> Message:
@@ -127,7 +130,7 @@ def _decode(header: str) -> Message:
         raw = json.loads(header)
         return KINDS[raw["kind"]].from_dict(raw)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise Refused(f"the message cannot be read: {type(error).__name__}: {error}") from error
+        raise Refused(_unreadable(error)) from error
 
 
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:

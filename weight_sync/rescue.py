@@ -11,15 +11,15 @@ from weight_sync.session import Key, Machine
 
 
 class Rescue:
-    """One failure after the other. Its last step opens the engine, so that no update may begin before its end."""
+    """Its last step opens the engine, so that no update may begin before its end: there is one at a time."""
 
     def __init__(self, control: EngineControl, machine: Machine, requests: Requests) -> None:
         self.control, self.machine, self.requests = control, machine, requests
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, key: Key) -> asyncio.Task[None]:
-        """Start it behind an earlier one."""
-        self._task = asyncio.create_task(self._run(key, self._task))
+        """Start it; the engine was fenced until now."""
+        self._task = asyncio.create_task(self._run(key))
         return self._task
 
     async def run(self, key: Key) -> None:
@@ -31,9 +31,7 @@ class Rescue:
         while self._task is not None and not self._task.done():
             await asyncio.shield(self._task)
 
-    async def _run(self, key: Key, earlier: asyncio.Task[None] | None) -> None:
-        if earlier is not None:
-            await asyncio.wait([earlier])
+    async def _run(self, key: Key) -> None:
         if self.machine.admits:
             try:
                 await asyncio.to_thread(self.control.abort, *key)

@@ -122,8 +122,7 @@ class WeightService:
         key, before = (manifest.run_id, manifest.version), self.machine.session
         # Room is looked for first: an update that finds none must not displace another.
         resumed = before is not None and before.key == key
-        held = self.machine.committed == key and self.machine.version == key[1]
-        staging = None if resumed or held else Staging(manifest, self.roots)
+        staging = None if resumed or self.serves(key) else Staging(manifest, self.roots)
         try:
             session = self.machine.open(key, manifest.digest, self.clock(), base_version=manifest.base_version)
         except Refused:
@@ -211,8 +210,7 @@ class WeightService:
         """Apply a prepared update; goes on if the client leaves, and may be asked for again."""
         async with self._committing:  # a second one waits until the first has begun
             if self._commit is None or self._commit[0] != key or self._commit[1].done():
-                if self.machine.committed == key and self.machine.version == key[1]:
-                    self.compare(checksum)
+                if self.serves(key, checksum):
                     return self.state()
                 await self.prepare(key)
                 if checksum and checksum != self._sent:
@@ -233,10 +231,13 @@ class WeightService:
                 await self.rescue.run(key)
         return self.state()
 
-    def compare(self, checksum: str) -> None:
-        """Refuse to call a sender's weights committed that are not those which are served."""
+    def serves(self, key: Key, checksum: str = "") -> bool:
+        """Whether an update has been committed and is served; refuses one that the sender means other weights by."""
+        if not self.machine.serves(key):
+            return False
         if checksum and self.checksum is not None and checksum != self.checksum:
             raise Rejected(422, f"weights with checksum {self.checksum} are served, the sender has {checksum}")
+        return True
 
     async def _apply(self, key: Key, drain_seconds: float) -> None:
         """From the closed gate to the open one."""

@@ -115,6 +115,10 @@ class Machine:
         """Whether a request may start; it is then decoded by ``version`` from beginning to end."""
         return not self.fenced and self.broken is None
 
+    def serves(self, key: Key) -> bool:
+        """Whether the engine holds what this update has brought."""
+        return self.committed == key and self.version == key[1]
+
     def open(
         self, key: Key, digest: str, now: float, mode: Mode = "staged", base_version: str | None = None
     ) -> Session | None:
@@ -129,7 +133,7 @@ class Machine:
         run_id, version = key
         if not (version.isascii() and version.isdecimal()):
             raise Refused(f"version {version!r} is not a number; count updates from 0 upwards")
-        if self.committed == key and self.admits and self.version == version:
+        if self.admits and self.serves(key):
             return None
         if self.session is not None and self.session.key == key:
             if (self.session.digest, self.session.mode) != (digest, mode):
@@ -214,11 +218,7 @@ class Machine:
             session.last = None
 
     def fence(self, key: Key, now: float) -> None:
-        """Admit nothing from now on, so that the engine runs empty.
-
-        Raises:
-            Refused: a staged update is not prepared.
-        """
+        """Admit nothing from now on, so that the engine runs empty; ``Refused`` if a staged update is not prepared."""
         session = self.opened(key)
         if self.fenced:
             raise Refused(f"version {session.version} is being applied already")
@@ -289,7 +289,7 @@ class Machine:
         """
         session = self.session
         if session is None or session.key != key:
-            if self.committed == key and self.version == key[1]:
+            if self.serves(key):
                 raise Refused(f"version {key[1]} of run {key[0]} has been committed")
             return False
         if self.fenced:

@@ -109,8 +109,7 @@ class Streams:
         """Serve what was streamed, if it is all there and the engine holds it as it was sent."""
         service, machine = self.service, self.service.machine
         async with self.lock:
-            if machine.committed == key and machine.version == key[1]:
-                service.compare(checksum)
+            if service.serves(key, checksum):
                 return service.state()
             session = machine.opened(key, "stream")
             if not session.complete:

@@ -13,7 +13,7 @@ import torch
 
 from dllm.decoding import SamplingParams
 from tests.integration.conftest import Request, Server
-from tests.integration.oracle import TinyModel
+from tests.integration.oracle import TinyModel, assert_same
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout
 from weight_sync.publisher import WeightPublisher
@@ -44,6 +44,14 @@ class Sync:
         except Exception as error:
             return "Timeout" in type(error).__name__
         return False
+
+
+def holds(server: Server, model: TinyModel, version: str) -> None:
+    """What is decoded is what the reference makes of ``model``, and says that it is ``version``."""
+    case = model.case(33, GREEDY)
+    trace = greedy(server, [case.prompt])[0]
+    assert_same(trace, case.trace)
+    assert set(trace.weight_versions) == {version}
 
 
 def greedy(server: Server, prompts: list[list[int]]):

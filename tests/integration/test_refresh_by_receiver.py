@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.integration.conftest import Server
-from tests.integration.oracle import TinyModel, assert_same
-from tests.integration.refresh import BUCKET, GREEDY, Sync, greedy
+from tests.integration.refresh import BUCKET, Sync, holds
 from tests.support import ROOT, child_environment
 from tests.unit.engines import free_port
 from weight_sync.messages import EngineFailed
@@ -58,13 +57,6 @@ def beside(server) -> Iterator[Beside]:
     yield running
     running.process.kill()
     running.process.wait()
-
-
-def holds(server: Server, model: TinyModel, version: str) -> None:
-    case = model.case(33, GREEDY)
-    trace = greedy(server, [case.prompt])[0]
-    assert_same(trace, case.trace)
-    assert set(trace.weight_versions) == {version}
 
 
 def test_the_engine_serves_until_its_receiver_has_everything(server, tiny, mask_likely, sync, beside):

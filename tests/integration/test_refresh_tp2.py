@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dllm.models.checkpoint import load_model
 from tests.integration.conftest import OneAtATime, RolloutServer, Server
-from tests.integration.oracle import TinyModel, assert_same, make
-from tests.integration.refresh import BUCKET, GREEDY, Sync, greedy
+from tests.integration.oracle import TinyModel, make
+from tests.integration.refresh import BUCKET, Sync, holds
 from tests.support import wait_for
 from weight_sync.checksum import TensorSums
 from weight_sync.client import ServiceControl, StreamControl
@@ -49,13 +49,6 @@ def other(two_heads) -> TinyModel:
 def pair(heavy: OneAtATime, tiny: TinyModel, tmp_path_factory, monkeypatch) -> Server:
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     return heavy.use("pair", lambda: RolloutServer(tiny, tmp_path_factory.mktemp("pair"), **{"tp-size": 2}))
-
-
-def holds(server: Server, model: TinyModel, version: str) -> None:
-    case = model.case(33, GREEDY)
-    trace = greedy(server, [case.prompt])[0]
-    assert_same(trace, case.trace)
-    assert set(trace.weight_versions) == {version}
 
 
 def test_sessions(pair, tiny, other):

@@ -257,15 +257,21 @@ def test_a_bucket_that_one_of_two_receivers_had_damaged(fleet):
     assert not any(status.closed for status in publisher.status().values())
 
 
-@pytest.mark.parametrize("fault", ["damaged", "refused"])
-def test_what_is_staged_is_applied_again(monkeypatch, fault):
-    """Between receiver and engine: nobody else has the bytes that repair a mixture."""
+def an_update(monkeypatch) -> tuple[Staged, LocalEngine, str]:
+    """All of an update beside an engine that has heard nothing of it, and its checksum."""
     monkeypatch.setattr(loader, "STATE", loader.LoaderState())
     from tests.unit.test_weight_loader import manifest, parts
 
-    staged, engine = Staged(manifest()), LocalEngine(Receiver(SHAPES))
+    staged = Staged(manifest())
     for spec, data in parts():
         last = staged.take(spec, data)
+    return staged, LocalEngine(Receiver(SHAPES)), last
+
+
+@pytest.mark.parametrize("fault", ["damaged", "refused"])
+def test_what_is_staged_is_applied_again(monkeypatch, fault):
+    """Between receiver and engine: nobody else has the bytes that repair a mixture."""
+    staged, engine, last = an_update(monkeypatch)
     once = [2]
 
     def tamper(engine: LocalEngine, spec: BucketSpec, data: torch.Tensor | None) -> str:
@@ -282,12 +288,7 @@ def test_what_is_staged_is_applied_again(monkeypatch, fault):
 
 def test_an_engine_that_no_byte_has_reached_is_opened_again(monkeypatch):
     """No room for a bucket, or for the directory of buckets: it serves its old weights."""
-    monkeypatch.setattr(loader, "STATE", loader.LoaderState())
-    from tests.unit.test_weight_loader import manifest, parts
-
-    staged, engine = Staged(manifest()), LocalEngine(Receiver(SHAPES))
-    for spec, data in parts():
-        last = staged.take(spec, data)
+    staged, engine, last = an_update(monkeypatch)
 
     def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "no room")
@@ -301,12 +302,7 @@ def test_an_engine_that_no_byte_has_reached_is_opened_again(monkeypatch):
 
 def test_an_engine_that_refuses_is_not_opened(monkeypatch):
     """A commit of other weights than were sent: the engine has taken bytes and stays closed."""
-    monkeypatch.setattr(loader, "STATE", loader.LoaderState())
-    from tests.unit.test_weight_loader import manifest, parts
-
-    staged, engine = Staged(manifest()), LocalEngine(Receiver(SHAPES))
-    for spec, data in parts():
-        last = staged.take(spec, data)
+    staged, engine, last = an_update(monkeypatch)
     with pytest.raises(WeightSyncError, match=f"holds weights with checksum {last}, not 0000"):
         hand_over(staged, engine, "0" * 16)
     assert "resume" not in engine.calls and engine.calls[-1] == "abort" and engine.calls.count("begin") == 2
