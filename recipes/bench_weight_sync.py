@@ -114,7 +114,8 @@ def names_only(config: dict[str, Any], device: str, repeats: int = 5) -> dict[st
     for name, tensor in weights.items():
         sums.add(name, tensor)
     checksum = f"{sums.value():016x}"
-    [bucket] = fill_buckets(layout.normalise(weights.items()), 1 << 40)
+    whole = layout.largest_bucket(1 << 40)
+    [bucket] = fill_buckets(layout.normalise(weights.items()), whole)
     manifest = Manifest("bench", "1", layout.tensors(), layout.nbytes)
     wire = wire_checksum(bucket.data, bucket.placements)
     spec = BucketSpec("bench", "1", 0, True, bucket.placements, wire, nbytes=bucket.data.numel())

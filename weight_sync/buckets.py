@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
@@ -135,42 +135,67 @@ def largest_bucket(shapes: Iterable[tuple[tuple[int, ...], torch.dtype]], bucket
 
 
 def fill_buckets(
-    named: Iterable[tuple[str, Tensor | Source]], bucket_bytes: int, allocate: Allocate = new_buffer
+    named: Iterable[tuple[str, Tensor | Source]],
+    bucket_bytes: int,
+    allocate: Allocate = new_buffer,
+    capacity: int | None = None,
 ) -> Iterator[Bucket]:
-    """Copy tensors into buckets as they come; of the stream, no more is held than what the next bucket takes.
+    """Copy tensors into buckets as they come; of the stream, no more is held than the tensor that is being copied.
 
     A tensor larger than ``bucket_bytes`` is split along its first dimension, if it has several; what cannot be split
     further gets a bucket of its own. The last bucket is marked.
+
+    Args:
+        capacity: bytes of every buffer, at least ``largest_bucket`` of these tensors; None allocates ``bucket_bytes``,
+            or more for what cannot be split.
     """
-    pending: list[tuple[Placement, Source]] = []
-    used, index = 0, 0
-
-    def flush(last: bool) -> Bucket:
-        device = pending[0][1].device if pending else torch.device("cpu")
-        data = allocate(index, used, device)
-        end = 0
-        for placement, source in pending:
-            if end < placement.offset:
-                # Bytes between tensors count in a checksum of the host.
-                data[end : placement.offset].zero_()
-            source.write(view(data, placement), placement.start)
-            end = placement.offset + placement.nbytes
-        if end < used:
-            data[end:].zero_()
-        ready = torch.cuda.current_stream(device).record_event() if data.is_cuda else None
-        return Bucket(index, data, [placement for placement, _ in pending], last, ready)
-
+    filling = Filling(0, allocate)
     for name, given in named:
         source = WholeTensor(given) if isinstance(given, Tensor) else given
         for start, shape in _pieces(source.shape, source.dtype, bucket_bytes):
             size = aligned(prod(shape) * source.dtype.itemsize)
-            if pending and used + size > bucket_bytes:
-                yield flush(False)
-                pending, used, index = [], 0, index + 1
+            if filling.placements and filling.used + size > bucket_bytes:
+                yield filling.bucket(last=False)
+                filling = Filling(filling.index + 1, allocate)
             dtype = str(source.dtype).removeprefix("torch.")
-            pending.append((Placement(name, shape, dtype, used, start), source))
-            used += size
-    yield flush(True)
+            filling.add(Placement(name, shape, dtype, filling.used, start), source, capacity or max(bucket_bytes, size))
+        # Or a tensor that was gathered for this would stay until the next one has been gathered.
+        del given, source
+    yield filling.bucket(last=True)
+
+
+@dataclass
+class Filling:
+    """A bucket that is being filled.
+
+    Attributes:
+        used: bytes up to the end of the last tensor.
+    """
+
+    index: int
+    allocate: Allocate
+    used: int = 0
+    data: Tensor | None = None
+    placements: list[Placement] = field(default_factory=list)
+
+    def add(self, placement: Placement, source: Source, capacity: int) -> None:
+        """Copy rows of ``source`` to ``placement``, which begins at ``used``."""
+        if self.data is None:
+            self.data = self.allocate(self.index, capacity, source.device)
+        source.write(view(self.data, placement), placement.start)
+        end = placement.offset + placement.nbytes
+        self.used = aligned(end)
+        # Bytes between tensors count in a checksum of the host.
+        self.data[end : self.used].zero_()
+        self.placements.append(placement)
+
+    def bucket(self, last: bool) -> Bucket:
+        """What has been filled."""
+        if self.data is None:
+            self.data = self.allocate(self.index, 0, torch.device("cpu"))
+        data = self.data[: self.used]
+        ready = torch.cuda.current_stream(data.device).record_event() if data.is_cuda else None
+        return Bucket(self.index, data, self.placements, last, ready)
 
 
 def _pieces(shape: tuple[int, ...], dtype: torch.dtype, bucket_bytes: int) -> Iterator[tuple[int, tuple[int, ...]]]:

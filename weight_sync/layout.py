@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dllm.models import BlockDiffusionLM, meta_model
 from dllm.models.checkpoint import split_experts
+from weight_sync.buckets import largest_bucket
 
 
 class LayoutError(ValueError):
@@ -116,6 +117,10 @@ class CheckpointLayout:
         """(name, shape, dtype) of everything on the wire, as a manifest lists it."""
         return tuple((s.name, s.shape, str(s.dtype).removeprefix("torch.")) for s in self.wire.values())
 
+    def largest_bucket(self, bucket_bytes: int) -> int:
+        """Bytes of the largest bucket that an update makes with this limit."""
+        return largest_bucket(((spec.shape, spec.dtype) for spec in self.wire.values()), bucket_bytes)
+
     def normalise(
         self, named: Iterable[tuple[str, Tensor]], *, rounded_router: bool = False
     ) -> Iterator[tuple[str, Assembly]]:
@@ -140,6 +145,8 @@ class CheckpointLayout:
             assembly.missing -= len(slot.cells)
             if not assembly.missing:
                 yield slot.wire, open_.pop(slot.wire)
+            # Or a tensor that was gathered for this would stay until the next one has been gathered.
+            del tensor, assembly
         self._complete(missing)
 
     def check(self, named: Iterable[tuple[str, tuple[int, ...], torch.dtype]], *, rounded_router: bool = False) -> None:

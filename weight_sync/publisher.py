@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from weight_sync.buckets import Bucket, fill_buckets, largest_bucket
+from weight_sync.buckets import Bucket, fill_buckets
 from weight_sync.checksum import MODULUS, host_checksum, name_factor, placement_sums, sums_checksum
 from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import (
@@ -85,7 +85,8 @@ class WeightPublisher:
         layout: what the engines need.
         transport: how the bytes travel.
         engines: where they go.
-        bucket_bytes: size of a bucket; the sender holds two at most: one that fills, one on its way.
+        bucket_bytes: size of a bucket; the sender holds two at most, one that fills and one on its way, and the
+            tensor that is being copied; the experts of a layer that come one by one wait until all are there.
         rounded_router: see ``CheckpointLayout.normalise``.
     """
 
@@ -101,8 +102,7 @@ class WeightPublisher:
         self.layout, self.transport, self.engines = layout, transport, list(engines)
         self.rounded_router = rounded_router
         self.bucket_bytes = bucket_bytes
-        shapes = [(spec.shape, spec.dtype) for spec in layout.wire.values()]
-        self.buffer_bytes = largest_bucket(shapes, bucket_bytes)
+        self.buffer_bytes = layout.largest_bucket(bucket_bytes)
         self._status: dict[str, EngineStatus] = {}
         self._last: tuple[str, str] | None = None
         self._closed = False
@@ -219,8 +219,7 @@ class WeightPublisher:
     def _stream(self, named: Iterable[tuple[str, Tensor]], update: _Update) -> None:
         """Fill buckets while the one before is on its way."""
         tensors = self.layout.normalise(named, rounded_router=self.rounded_router)
-        allocate = lambda index, size, device: self.transport.buffer(index, size, self.buffer_bytes, device)
-        buckets = fill_buckets(tensors, self.bucket_bytes, allocate)
+        buckets = fill_buckets(tensors, self.bucket_bytes, self.transport.buffer, self.buffer_bytes)
         on_its_way: Future[None] | None = None
         try:
             while True:

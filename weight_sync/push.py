@@ -117,7 +117,8 @@ def send(
     """Send the buckets that the server lacks; their bytes."""
     total = 0
     beyond = max(missing, default=sys.maxsize)
-    for bucket in fill_buckets(layout.normalise(tensors(path), rounded_router=True), bucket_bytes):
+    named = layout.normalise(tensors(path), rounded_router=True)
+    for bucket in fill_buckets(named, bucket_bytes, capacity=layout.largest_bucket(bucket_bytes)):
         if not missing or (bucket.index < beyond and bucket.index not in missing):
             continue
         spec = BucketSpec(manifest.run_id, manifest.version, bucket.index, bucket.last, bucket.placements)

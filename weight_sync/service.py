@@ -178,7 +178,8 @@ class WeightService:
             with self.busy(session):
                 await asyncio.to_thread(verify, directory)
                 named = self.layout.normalise(tensors(directory), rounded_router=True)
-                filled = fill_buckets(named, DIRECTORY_BUCKET_BYTES)
+                capacity = self.layout.largest_bucket(DIRECTORY_BUCKET_BYTES)
+                filled = fill_buckets(named, DIRECTORY_BUCKET_BYTES, capacity=capacity)
                 while not session.prepared and (bucket := await asyncio.to_thread(next, filled, None)) is not None:
                     spec = BucketSpec(*key, bucket.index, bucket.last, bucket.placements, host_checksum(bucket.data))
                     spec.nbytes = bucket.data.numel()

@@ -33,7 +33,7 @@ FATAL = ("lost", "stranger", "forged", "always flipped")
 
 
 class Loopback:
-    def buffer(self, index, size, largest, device):
+    def buffer(self, index, size, device):
         return new_buffer(index, size, device)
 
     def send(self, bucket, spec, engines):

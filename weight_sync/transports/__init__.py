@@ -45,8 +45,8 @@ class Engine(Protocol):
 class Transport(Protocol):
     """Delivers buckets to engines, in order."""
 
-    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
-        """Memory for bucket ``index``: uint8 [size], on the device of the tensors; no bucket exceeds ``largest``.
+    def buffer(self, index: int, size: int, device: torch.device) -> Tensor:
+        """Memory for bucket ``index``: uint8 [size], on the device of the tensors; the same size for all of an update.
 
         The buffer of bucket ``index - 2`` may be reused: it has arrived.
         """

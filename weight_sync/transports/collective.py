@@ -220,7 +220,7 @@ class CollectiveTransport:
     def engines(self) -> list[RemoteEngine]:
         return [RemoteEngine(self.channel, rank) for rank in range(1, self.channel.size)]
 
-    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
+    def buffer(self, index: int, size: int, device: torch.device) -> Tensor:
         return new_buffer(index, size, device)
 
     def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:

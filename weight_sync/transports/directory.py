@@ -56,7 +56,7 @@ class DirectoryTransport:
         self._places: dict[str, str] = {}
         self._pieces: dict[str, list[Tensor]] = {}
 
-    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
+    def buffer(self, index: int, size: int, device: torch.device) -> Tensor:
         return new_buffer(index, size, device)
 
     def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:

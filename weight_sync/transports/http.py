@@ -14,7 +14,7 @@ from weight_sync.transports import Engine, fan_out
 class HttpTransport:
     """For engines whose ``send_bucket`` takes the bytes themselves (``weight_sync.client.ServiceControl``)."""
 
-    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
+    def buffer(self, index: int, size: int, device: torch.device) -> Tensor:
         return new_buffer(index, size, device)
 
     def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:

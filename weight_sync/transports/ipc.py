@@ -22,10 +22,10 @@ class CudaIpcTransport:
         self._slots: list[Tensor] = []
         self._announced: str | None = None
 
-    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
+    def buffer(self, index: int, size: int, device: torch.device) -> Tensor:
         if not self._slots:
-            self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        return self._slots[index % SLOTS][:size]
+            self._slots = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        return self._slots[index % SLOTS]
 
     def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:
         bucket.wait()

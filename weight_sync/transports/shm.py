@@ -31,7 +31,7 @@ class SharedMemoryTransport:
         sweep([parent], PREFIX)
         self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_", dir=parent))
 
-    def buffer(self, index: int, size: int, largest: int, device: torch.device) -> Tensor:
+    def buffer(self, index: int, size: int, device: torch.device) -> Tensor:
         return new_buffer(index, size, device)
 
     def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:
