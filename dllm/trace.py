@@ -6,7 +6,7 @@ the tokens behind it were sampled too and were context of later reveals, so a re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,6 +20,15 @@ PER_TOKEN = ("reveal_step", "logprob", "logprob_raw", "confidence")
 
 class TraceError(ValueError):
     """A trace that contradicts itself or its geometry; the message says where."""
+
+
+TORN = "torn:"
+"""Beginning of the version of weights that are themselves a mixture: ``torn:<old>-><new>``."""
+
+
+def is_mixed(versions: Sequence[str]) -> bool:
+    """Whether blocks with these versions are of more than one set of weights: no one policy has decoded them."""
+    return len(set(versions)) > 1 or any(version.startswith(TORN) for version in versions)
 
 
 @dataclass
@@ -68,6 +77,11 @@ class RolloutTrace:
     def first_block(self) -> int:
         """Absolute index of the first block with a generated token."""
         return self.prompt_len // self.block_size
+
+    @property
+    def mixed(self) -> bool:
+        """See ``is_mixed``."""
+        return is_mixed(self.weight_versions)
 
     @property
     def forward_passes(self) -> int:
@@ -210,6 +224,8 @@ class RolloutTrace:
             line["select_logprob"] = self.select_logprobs
         if self.selection is not None:
             line["selection"] = asdict(self.selection)
+        if self.mixed:
+            line["mixed"] = True
         if self.edits:
             line["edits"] = [list(edit) for edit in self.edits]
         return line

@@ -32,6 +32,8 @@ class DllmSettings:
     """Schedule flips: at most so many states of a micro-batch; each costs the LM head of one block."""
     measure_routing: int = 0
     """Router flips: the engine records the experts of one of so many responses; 0 of none."""
+    train_mixed: bool = False
+    """Train also on responses that weights of several versions have decoded."""
 
 
 @dataclass

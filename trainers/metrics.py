@@ -110,6 +110,7 @@ def step_metrics(lines: Sequence[Line], threshold: Threshold | None = None) -> d
     signed, ties = signed_differences(lines)
     versions = [int(line["weight_version"]) for line in lines if str(line["weight_version"]).isdigit()]
     metrics = {
+        "rollout/mixed": float(sum(bool(line.get("mixed")) for line in lines)),
         "dllm/tokens_per_forward": tokens / max(1, sum(steps)),
         "dllm/steps_per_block/mean": float(np.mean(steps)),
         "dllm/steps_per_block/p95": float(np.quantile(steps, 0.95)),

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from dllm.config import ConfigError
+from dllm.trace import TORN
 from weight_sync.messages import (
     ABORT_SECONDS,
     CHECKSUM,
     HOLDS,
-    TORN,
     Abort,
     BucketSpec,
     Commit,

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dllm.trace import TORN
 from weight_sync.checksum import MODULUS, same_checksum
 from weight_sync.messages import (
     APPLIED,
     CHECKSUM,
     HOLDS,
     RESEND,
-    TORN,
     Abort,
     BucketSpec,
     Commit,

@@ -96,10 +96,6 @@ APPLIED = "applied in "
 """Beginning of the answer to a bucket; the seconds of the slowest rank follow."""
 
 
-TORN = "torn:"
-"""Beginning of the label of weights that are a mixture: ``torn:<old>-><new>``."""
-
-
 HOLDS = "holds "
 """In the answer to a manifest, before the version that the engine has held so far, if an update has brought it."""
 

@@ -89,6 +89,11 @@ def aligned_limit(prompt_len: int, response_length: int, block_size: int) -> int
     return limit
 
 
+def response_mask(line: Mapping[str, Any], tokens: int, train_mixed: bool) -> list[int]:
+    """1 for every token that is trained on: all of a response, or none if its rollout line is ``mixed``."""
+    return [int(train_mixed or not line.get("mixed"))] * tokens
+
+
 def saved_rollouts(rollout_config: Any) -> str | None:
     """``rollout.engine_kwargs.sglang_dllm.load_debug_rollouts``: directory of rollouts to train from without an
     engine."""
@@ -110,13 +115,19 @@ def saved_output(line: Mapping[str, Any], step: int) -> TokenOutput:
 
 @register(AGENT_NAME)
 class BlockDiffusionSingleTurn(AgentLoopBase):
-    """One prompt, one response, one log."""
+    """One prompt, one response, one log.
+
+    A response that weights of several versions have decoded is not trained on (its mask is 0) unless
+    ``rollout.engine_kwargs.sglang_dllm.train_mixed`` says so: it is no sample of one policy.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block_size = resolve(self.config.actor_rollout_ref.model.path).block_size
         directory = saved_rollouts(self.config.actor_rollout_ref.rollout)
         self.saved = None if directory is None else SavedRollouts(directory)
+        settings = (self.config.actor_rollout_ref.rollout.get("engine_kwargs") or {}).get("sglang_dllm") or {}
+        self.train_mixed = bool(settings.get("train_mixed"))
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
@@ -139,7 +150,7 @@ class BlockDiffusionSingleTurn(AgentLoopBase):
         return BlockDiffusionOutput(
             prompt_ids=prompt_ids,
             response_ids=output.token_ids,
-            response_mask=[1] * len(output.token_ids),
+            response_mask=response_mask(output.extra_fields[LINE], len(output.token_ids), self.train_mixed),
             response_logprobs=output.log_probs,
             num_turns=2,
             metrics=metrics,

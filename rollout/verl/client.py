@@ -11,7 +11,7 @@ from typing import Any
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from dllm.trace import PER_TOKEN
+from dllm.trace import PER_TOKEN, is_mixed
 
 LINE = "dllm"
 PAUSE = 0.05
@@ -51,6 +51,10 @@ def join_parts(parts: list[TokenOutput], prompt_ids: list[int], stop_reason: str
     for name in ("output_ids", *PER_TOKEN, "steps_per_block", "weight_versions"):
         joined[name] = [value for line in lines for value in line[name]]
     joined["text"] = "".join(line["text"] for line in lines)
+    if is_mixed(joined["weight_versions"]):
+        joined["mixed"] = True
+    if (admitted := lines[0].get("weight_version_at_admission")) is not None:
+        joined["weight_version_at_admission"] = admitted
     for name in ("edits", "select_logprob"):
         if any(name in line for line in lines):
             joined[name] = [value for line in lines for value in line.get(name, [])]

@@ -16,7 +16,13 @@ from rollout.engine import write_algorithm_config
 from rollout.params import StopRules
 from rollout.records import RolloutError, check_trainable, sample_from_response
 
-NO_SETTINGS = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0, "load_debug_rollouts": None}
+NO_SETTINGS = {
+    "algorithm": "SelectThenSample",
+    "options": {},
+    "routing_every": 0,
+    "load_debug_rollouts": None,
+    "train_mixed": False,
+}
 
 
 def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +40,11 @@ def decoder_settings(engine_kwargs: dict[str, Any]) -> dict[str, Any]:
             "(SGLang's own server arguments go under rollout.engine_kwargs.sglang)"
         )
     settings = NO_SETTINGS | given
+    if not isinstance(settings["train_mixed"], bool):
+        raise ConfigError(
+            f"rollout.engine_kwargs.sglang_dllm.train_mixed={settings['train_mixed']!r} is no truth value; use true or "
+            "false"
+        )
     ours = preflight.is_ours(settings["algorithm"])
     preset = getattr(decoder_class(settings["algorithm"]), "rl_options", {}) if ours else {}
     chosen = {key: value for key, value in (settings["options"] or {}).items() if value is not None}

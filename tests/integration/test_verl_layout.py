@@ -186,6 +186,28 @@ def test_a_resumed_response_is_one_trajectory(plugin):
     assert trace.edits == whole.edits and trace.selection == whole.selection
     assert trace.select_logprobs == whole.select_logprobs
     np.testing.assert_allclose(joined.log_probs, whole.action_logprob)
+    assert "mixed" not in joined.extra_fields["dllm"]
+
+
+def test_a_response_of_two_versions_is_marked_and_not_trained_on(plugin):
+    """A refresh between its parts: each of them is of one policy, the whole is of none."""
+    from verl.workers.rollout.replica import TokenOutput
+
+    def part(prompt, tokens, version) -> TokenOutput:
+        trace = hand_made_trace(prompt, tokens, [0] * len(tokens), 4, weight_versions=[version])
+        line = trace.to_line() | {"text": "", "weight_version_at_admission": version}
+        assert "mixed" not in line
+        steps = {name: int(version) for name in ("global_steps", "min_global_steps", "max_global_steps")}
+        return TokenOutput(token_ids=tokens, log_probs=[-1.0] * len(tokens), extra_fields={"dllm": line, **steps})
+
+    prompt, first, then = [5, 6], [7, 8], [9, 10, 11, 12]
+    joined = plugin.client.join_parts([part(prompt, first, "3"), part([*prompt, *first], then, "4")], prompt, "length")
+    line = joined.extra_fields["dllm"]
+    assert line["mixed"] is True and line["weight_versions"] == ["3", "4"]
+    assert (line["weight_version_at_admission"], joined.extra_fields["min_global_steps"]) == ("3", 3)
+    mask = plugin.agent_loop.response_mask
+    assert mask(line, 6, False) == [0] * 6 and mask(line, 6, True) == [1] * 6
+    assert mask({**line, "mixed": False}, 6, False) == [1] * 6
 
 
 class TestRequests:
@@ -218,8 +240,15 @@ class TestRequests:
 class TestSettings:
     def test_decoder_settings(self, plugin):
         settings = plugin.server.decoder_settings
-        defaults = {"algorithm": "SelectThenSample", "options": {}, "routing_every": 0, "load_debug_rollouts": None}
-        assert settings({}) == defaults
+        assert settings({}) == {
+            "algorithm": "SelectThenSample",
+            "options": {},
+            "routing_every": 0,
+            "load_debug_rollouts": None,
+            "train_mixed": False,
+        }
+        with pytest.raises(ConfigError, match="train_mixed='no' is no truth value; use true or false"):
+            settings({"sglang_dllm": {"train_mixed": "no"}})
         given = {"sglang_dllm": {"options": {"threshold": 0.5}}}
         assert settings(given) == settings({}) | {"options": {"threshold": 0.5}}
         joint = {"algorithm": "JointThreshold", "options": {"threshold": 0.6}}

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dllm.trace import TORN
 from tests.support import small_config
 from weight_sync import loader
 from weight_sync.messages import (
     CHECKSUM,
     HOLDS,
-    TORN,
     Abort,
     BucketSpec,
     Commit,

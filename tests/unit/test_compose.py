@@ -81,6 +81,7 @@ def test_hardware_and_model_resolve(resolve, hardware, model):
         **OmegaConf.to_container(_decoder_of(model)),
         "routing_every": 0,
         "load_debug_rollouts": None,
+        "train_mixed": False,
     }
     assert run.report.effective["device"] == device
     assert run.report.block_diffusion.block_size == 32

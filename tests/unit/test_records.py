@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,20 @@ def test_line_has_every_field_and_reads_back():
     }
     assert {"input_ids", "text", "tail", "steps_per_block", "finish_reason", "weight_version"} <= line.keys()
     assert line["weight_version"] == "8"
+
+
+@pytest.mark.parametrize(
+    ("versions", "mixed"), [("777", False), ("778", True), (["torn:7->8"] * 3, True), (["default"] * 3, False)]
+)
+def test_a_sample_of_several_versions_says_so(versions, mixed):
+    """Only its blocks count: the server's label at the door is that of a moment."""
+    blocks = response()["meta_info"]["dllm_block"]
+    for index, version in zip((0, 4, 5), versions, strict=True):
+        blocks[index]["weight_version"] = version
+    made = replace(sample(dllm_block=blocks), version_at_admission="6", version_at_completion="9")
+    line = made.to_line()
+    assert line.get("mixed", False) is mixed
+    assert RolloutSample.from_line(line).trace.mixed is mixed
 
 
 def test_edits_and_select_logprobs_are_placed_in_the_sequence():
