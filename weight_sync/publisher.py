@@ -6,14 +6,16 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from weight_sync.buckets import Bucket, fill_buckets
 from weight_sync.checksum import MODULUS, host_checksum, name_factor, placement_sums, sums_checksum
+from weight_sync.deadline import begin
 from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import (
     BucketSpec,
@@ -106,7 +108,6 @@ class WeightPublisher:
         self._status: dict[str, EngineStatus] = {}
         self._last: tuple[str, str] | None = None
         self._closed = False
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="weight_sync")
 
     def publish(self, named_tensors: Named, version: str | int) -> SyncReport:
         """Send all tensors of ``named_tensors`` as ``version``.
@@ -160,7 +161,6 @@ class WeightPublisher:
     def close(self) -> None:
         """End the transport and the connections; a ``publish`` after it is refused before an engine hears of it."""
         self._closed = True
-        self._sender.shutdown()
         self.transport.close()
         for engine in self.engines:
             engine.close()
@@ -230,7 +230,7 @@ class WeightPublisher:
                     on_its_way.result()
                 if bucket is None or spec is None:
                     return
-                on_its_way = self._sender.submit(self._send, bucket, spec, update)
+                on_its_way = begin(partial(self._send, bucket, spec, update))
         finally:
             if on_its_way is not None:
                 with suppress(WeightSyncError):

@@ -18,12 +18,11 @@ import ray
 from torch import Tensor
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.utils.device import get_device_name
-from verl.utils.net_utils import get_free_port
 
 from rollout.verl.adapter import RECEIVER, drained, tell_server, wire_layout
 from weight_sync.messages import WeightSyncError
 from weight_sync.publisher import WeightPublisher
-from weight_sync.transports.collective import TRAINER, Channel, CollectiveTransport
+from weight_sync.transports.collective import TRAINER, Channel, CollectiveTransport, meeting_point
 
 BACKEND = "weight_sync"
 
@@ -55,6 +54,7 @@ class ReceivedWeights(CheckpointEngine):
         self.bucket_size, self.model_path, self.dtype = bucket_size, model_path, dtype
         self.is_master, self.point_to_point, self.timeout = is_master, point_to_point, timeout
         self.meet: tuple[str, int] | None = None
+        self.store: Any = None
         self.channel: Channel | None = None
         self.publisher: WeightPublisher | None = None
 
@@ -62,7 +62,8 @@ class ReceivedWeights(CheckpointEngine):
         """Where the receivers meet the sender, and whether this is the first rank of its group."""
         if self.is_master and self.meet is None:
             host = ray.util.get_node_ip_address().strip("[]")
-            self.meet = host, get_free_port(host)[0]
+            self.store = meeting_point(host, 0, True, self.timeout)
+            self.meet = host, self.store.port
         return {"meet": self.meet, "first": int(os.environ["RANK"]) == 0}
 
     @classmethod
@@ -87,7 +88,7 @@ class ReceivedWeights(CheckpointEngine):
             return
         if self.channel is None:
             backend = "gloo" if get_device_name() == "cpu" else "nccl"
-            self.channel = Channel(*meet, rank, size, backend, self.timeout)
+            self.channel = Channel(*meet, rank, size, backend, self.timeout, self.store)
         elif (self.channel.rank, self.channel.size) != (rank, size):
             raise WeightSyncError(
                 f"the run began with {self.channel.size - 1} engines and has {size - 1} now; restart it"

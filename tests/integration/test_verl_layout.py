@@ -5,6 +5,7 @@ Needs verl, but no engine and no Ray.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -294,6 +295,16 @@ class TestCheckpointEngine:
         actor, rollout = found.build_topology(2, 4, [*senders, *replica, *replica])
         assert actor == {"rank": [0, None], "size": [3, 3], "meet": [meet, meet]}
         assert rollout == {"rank": [1, None, 2, None], "size": [3] * 4, "meet": [meet] * 4}
+
+    def test_the_sender_listens_before_it_says_where(self, plugin, monkeypatch):
+        """A port that was probed and left again may be somebody else's by then."""
+        monkeypatch.setenv("RANK", "0")
+        end = plugin.checkpoint_engine.ReceivedWeights(1 << 20, "nowhere", is_master=True, timeout=5)
+        meet = end.prepare()["meet"]
+        socket.create_connection(meet, 5).close()
+        end.init_process_group(0, 2, meet)
+        assert end.prepare()["meet"] == meet == (meet[0], end.channel.port)
+        assert plugin.checkpoint_engine.ReceivedWeights(1 << 20, "nowhere").prepare() == {"meet": None, "first": True}
 
     def test_ranks_without_a_channel_take_part_in_gathering_only(self, plugin):
         import asyncio

@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import queue
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +26,7 @@ from weight_sync.messages import BucketSpec, Commit, EngineFailed, Manifest, Wei
 from weight_sync.publisher import WeightPublisher
 from weight_sync.receiver import Receiver as Served
 from weight_sync.receiver import Staged, hand_over, main, receive
-from weight_sync.transports.collective import Channel, CollectiveTransport, RemoteEngine
+from weight_sync.transports.collective import Channel, CollectiveTransport, RemoteEngine, meeting_point
 
 LAYOUT = CheckpointLayout(small_model(), torch.float32)
 SHAPES = {name: spec.shape for name, spec in LAYOUT.wire.items()}
@@ -320,9 +322,47 @@ def test_what_is_staged_must_be_whole():
     assert not staged.complete and Commit("run", "1").encode()
 
 
-def test_a_trainer_that_is_not_there():
-    with pytest.raises(WeightSyncError, match="no trainer at 127.0.0.1:"):
+def test_a_trainer_that_is_not_there(capfd):
+    with pytest.raises(WeightSyncError, match=r"^no trainer at 127.0.0.1:\d+ within 1 s: .*refused$"):
         Channel("127.0.0.1", free_port(), 1, 2, timeout=1)
+    assert "frame #" not in "".join(capfd.readouterr()), "torch says where in its C++ code a store was given up"
+
+
+def test_a_port_that_is_taken():
+    taken = meeting_point("127.0.0.1", 0, True, 5)
+    with pytest.raises(WeightSyncError, match=rf"^the trainer cannot listen at 127.0.0.1:{taken.port}: .*in use$"):
+        Channel("127.0.0.1", taken.port, 0, 2, timeout=1)
+    there = Channel("127.0.0.1", taken.port, 0, 2, timeout=1, store=taken)
+    assert there.port == taken.port
+
+
+STUCK = """
+import threading
+from weight_sync.messages import WeightSyncError
+from weight_sync.transports import collective
+from weight_sync.transports.collective import Channel
+import torch
+
+class Hangs:
+    def broadcast(self, data, options):
+        threading.Event().wait()
+
+collective.GRACE_SECONDS = 0.1
+channel = Channel("127.0.0.1", 0, 0, 2, timeout=0.3)
+channel._group = Hangs()
+for _ in range(2):
+    try:
+        channel.broadcast(torch.zeros(1, dtype=torch.uint8))
+    except WeightSyncError as error:
+        print(error)
+"""
+
+
+def test_a_collective_that_never_returns():
+    """As one of NCCL, which cannot be interrupted: it is given up in time, and neither repeated nor waited for."""
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=True)
+    late = "an exchange of the refresh took longer than 0.3 s"
+    assert done.stdout.splitlines() == [late, f"{late}; make a new Channel"]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ class Transport(Protocol):
         """
 
     def send(self, bucket: Bucket, spec: BucketSpec, engines: list[Engine]) -> list[str]:
-        """Deliver a bucket; the answers of ``Engine.send_bucket``. Returns when all engines have copied it."""
+        """Deliver a bucket; the answers of ``Engine.send_bucket``. Returns when all engines have copied it, and raises
+        when one has not in the transport's own time: nobody else watches it."""
 
     def release(self) -> None:
         """Free the buffers; the update has ended, well or not."""

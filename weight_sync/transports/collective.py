@@ -8,8 +8,10 @@ hosts, bytes through a process group that is nobody's default group; backends di
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weight_sync.buckets import Bucket, new_buffer
+from weight_sync.deadline import within
 from weight_sync.messages import (
     ABORT_SECONDS,
     Abort,
@@ -31,8 +34,45 @@ from weight_sync.messages import (
 )
 from weight_sync.transports import Engine, fan_out
 
+GRACE_SECONDS = 2.0
+"""An exchange that does not notice its own time limit is left that much later."""
+
 TRAINER = 0
 """Rank of the sender; receivers are 1, 2, …"""
+
+
+def meeting_point(host: str, port: int, is_master: bool, timeout: float) -> dist.TCPStore:
+    """Where trainer and receivers meet; the trainer hosts it, and its ``port`` says which one it got for port 0.
+
+    Raises:
+        WeightSyncError: the trainer did not come within ``timeout``, or its port is taken.
+    """
+    limit = timedelta(seconds=timeout)
+    if not is_master:
+        _wait(host, port, timeout)
+    try:
+        return dist.TCPStore(host, port, is_master=is_master, timeout=limit, wait_for_workers=False)
+    except (RuntimeError, OSError) as error:
+        wrong = f"the trainer cannot listen at {host}:{port}" if is_master else f"no trainer at {host}:{port}"
+        raise WeightSyncError(f"{wrong}: {_reason(error)}") from error
+
+
+def _wait(host: str, port: int, timeout: float) -> None:
+    """Until somebody listens there; a TCPStore that nobody answers prints the frames of its C++ code."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            socket.create_connection((host, port), timeout).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"no trainer at {host}:{port} within {timeout:.0f} s: {error}") from error
+        time.sleep(0.2)
+
+
+def _reason(error: Exception) -> str:
+    """What torch says, without the frames of its C++ code."""
+    return str(error).partition("Exception raised from")[0].strip()
 
 
 class Channel:
@@ -43,13 +83,21 @@ class Channel:
         rank, size: this process and the number of processes, trainer included.
         backend: "gloo" for host memory, "nccl" for GPUs.
         timeout: seconds until an exchange is given up.
+        store: the trainer's ``meeting_point``, if it is there already.
 
     Raises:
-        WeightSyncError: the others did not come within ``timeout``.
+        WeightSyncError: see ``meeting_point``.
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, size: int, backend: str = "gloo", timeout: float = 60.0
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        backend: str = "gloo",
+        timeout: float = 60.0,
+        store: dist.TCPStore | None = None,
     ) -> None:
         self.rank, self.size, self.backend, self.timeout = rank, size, backend, timeout
         self.limit = timedelta(seconds=timeout)
@@ -57,12 +105,8 @@ class Channel:
         self._sent = dict.fromkeys(range(size), 0)
         self._read = dict.fromkeys(range(size), 0)
         self._group: Any = None
-        try:
-            self.store = dist.TCPStore(
-                host, port, is_master=rank == TRAINER, timeout=self.limit, wait_for_workers=False
-            )
-        except (RuntimeError, OSError) as error:
-            raise WeightSyncError(f"no trainer at {host}:{port}: {error}") from error
+        self._stuck = ""
+        self.store = store or meeting_point(host, port, rank == TRAINER, timeout)
 
     @property
     def port(self) -> int:
@@ -80,7 +124,9 @@ class Channel:
                     options._timeout = self.limit
                     self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, options)
             except RuntimeError as error:
-                raise WeightSyncError(f"the {self.size} processes of a refresh did not meet: {error}") from error
+                raise WeightSyncError(
+                    f"the {self.size} processes of a refresh did not meet: {_reason(error)}"
+                ) from error
         return self._group
 
     def sent(self, rank: int) -> int:
@@ -96,7 +142,7 @@ class Channel:
         try:
             self.store.set(f"{self.rank}>{rank}/{self._sent[rank]}", text)
         except (RuntimeError, OSError) as error:
-            raise WeightSyncError(f"the connection to rank {rank} is lost: {error}") from error
+            raise WeightSyncError(f"the connection to rank {rank} is lost: {_reason(error)}") from error
         self._sent[rank] += 1
 
     def hear(self, rank: int, timeout: float | None = None) -> str:
@@ -118,7 +164,7 @@ class Channel:
         except (RuntimeError, OSError) as error:
             if isinstance(error, TimeoutError):
                 raise
-            raise WeightSyncError(f"the connection to rank {rank} is lost: {error}") from error
+            raise WeightSyncError(f"the connection to rank {rank} is lost: {_reason(error)}") from error
         self._read[rank] += 1
         return text
 
@@ -135,21 +181,32 @@ class Channel:
         self._exchange(lambda: self.group().recv([data], rank, 0))
 
     def _exchange(self, start: Callable[[], Any]) -> None:
-        try:
-            # NCCL makes its communicator here, and refuses two ranks on one GPU.
+        if self._stuck:
+            raise WeightSyncError(f"{self._stuck}; make a new Channel")
+
+        def exchange() -> None:
+            # NCCL makes its communicator here: that has no time limit of its own, and fails for two ranks on one GPU.
             start().wait(self.limit)
             if self.device.type == "cuda":
                 # wait() of NCCL orders streams only: the other side may be dead.
-                event = torch.cuda.current_stream().record_event()
-                deadline = time.monotonic() + self.timeout
-                while not event.query():
-                    if time.monotonic() > deadline:
-                        raise WeightSyncError(f"an exchange of the refresh took longer than {self.timeout} s")
-                    time.sleep(0.0002)
+                torch.cuda.current_stream(self.device).synchronize()
+
+        try:
+            within(self.timeout + GRACE_SECONDS, exchange)
+        except TimeoutError:
+            self._stuck = f"an exchange of the refresh took longer than {self.timeout} s"
+            self._abort()
+            raise WeightSyncError(self._stuck) from None
         except RuntimeError as error:
-            raise (
-                error if isinstance(error, WeightSyncError) else WeightSyncError(f"an exchange failed: {error}")
-            ) from None
+            known = isinstance(error, WeightSyncError)
+            raise (error if known else WeightSyncError(f"an exchange failed: {_reason(error)}")) from None
+
+    def _abort(self) -> None:
+        """End what hangs in the group, or its kernels would keep the device busy."""
+        group, self._group = self._group, None
+        if group is not None and self.backend == "nccl":
+            with suppress(TimeoutError, RuntimeError):
+                within(ABORT_SECONDS, group.abort)
 
 
 class RemoteEngine:
