@@ -17,6 +17,7 @@ from pathlib import Path
 import yaml
 
 from dllm.config import ConfigError
+from rollout.backends import default_device
 
 
 def value_of(flag: str, argv: Sequence[str]) -> str | None:
@@ -46,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     from rollout.plugin import cpu
 
-    if device_of(argv) == "cpu":
+    # As in rollout.generate; the preflight sets the flag, and says so.
+    if (device_of(argv) or default_device()) == "cpu":
         os.environ.update(cpu.cpu_environment())
     cpu.prepare_environment()
     from rollout.plugin import http

@@ -33,6 +33,7 @@ from weight_sync.messages import (
     ResendError,
     Slots,
     Torn,
+    WeightSyncError,
     applied_seconds,
     refusal,
 )
@@ -153,7 +154,7 @@ class EngineControl:
     ) -> None:
         self.url, self.tp_size = url.rstrip("/"), tp_size
         self.timeout, self.drain_seconds = timeout, drain_seconds
-        self.applied_seconds, self.held, self._mixture = 0.0, "", ""
+        self.applied_seconds, self.held = 0.0, ""
         self.client = connection(self.url, admin_key, timeout)
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float | None = None) -> Any:
@@ -220,22 +221,14 @@ class EngineControl:
         Raises:
             Torn: an update that broke off, of whatever trainer, has left a mixture.
         """
-        if self._mixture:
-            raise Torn(
-                f"engine {self.url} holds a mixture of two versions ({self._mixture}) and stays closed until a "
-                "complete update"
-            )
-        self.post("/continue_generation", {"torch_empty_cache": False})
+        try:
+            self.post("/continue_generation", {"torch_empty_cache": False})
+        except WeightSyncError as error:
+            raise (Torn(str(error)) if TORN in str(error) else error) from None
 
     def begin(self, manifest: Manifest) -> None:
         """Announce an update; refused before its first byte if the engine's tensors are others."""
-        self.held = self._holds(self.message(manifest))
-
-    def _holds(self, answer: str) -> str:
-        """What the engine holds, from its answer; a mixture is remembered."""
-        held = answer.partition(HOLDS)[2]
-        self._mixture = held if held.startswith(TORN) else ""
-        return held
+        self.held = self.message(manifest).partition(HOLDS)[2]
 
     def send_slots(self, run_id: str, version: str, buffers: Sequence[Tensor]) -> None:
         """Share device buffers for the rest of the update."""
@@ -260,7 +253,6 @@ class EngineControl:
         while True:
             try:
                 self.message(Commit(run_id, version, checksum), version=version)
-                self._mixture = ""
                 return
             except ResendError:
                 # A request that was aborted may take one more round of the scheduler to leave.
@@ -270,7 +262,7 @@ class EngineControl:
 
     def abort(self, run_id: str, version: str) -> None:
         """Give an update up; the engine releases what it holds of it. One that is gone or hangs is not waited for."""
-        self._holds(self.message(Abort(run_id, version), timeout=min(self.timeout, ABORT_SECONDS)))
+        self.message(Abort(run_id, version), timeout=min(self.timeout, ABORT_SECONDS))
 
     def checksum(self) -> str:
         """Checksum of all weights as the engine holds them: 16 hex digits, equal for equal weights whatever the number

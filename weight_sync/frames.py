@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from weight_sync.buckets import Placement
-from weight_sync.messages import BucketSpec
+from weight_sync.gate import Rejected
+from weight_sync.layout import CheckpointLayout
+from weight_sync.messages import BucketSpec, Manifest
 from weight_sync.staging import StagingError
 
 HEADER_BYTES = 64 << 20
@@ -72,6 +74,21 @@ def bucket_spec(raw: dict, placed: bool = False) -> BucketSpec:
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise StagingError(f"the header of the bucket is not one: {error}") from error
     return spec
+
+
+def check_manifest(manifest: Manifest, layout: CheckpointLayout) -> None:
+    """Refuse an update whose tensors are not those of the engine.
+
+    Raises:
+        Rejected: with an example.
+    """
+    sent, mine = set(manifest.tensors), set(layout.tensors())
+    if sent != mine or len(manifest.tensors) != len(mine):
+        wrong = sorted(sent ^ mine)
+        example = f"e.g. {wrong[0]}" if wrong else "one is listed twice"
+        raise Rejected(422, f"{len(wrong)} tensors of the manifest are not those of this engine, {example}")
+    if manifest.nbytes != layout.nbytes:
+        raise Rejected(422, f"nbytes={manifest.nbytes} of the manifest are not those of its tensors")
 
 
 def _check_placement(placement: Placement) -> None:

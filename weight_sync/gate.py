@@ -65,6 +65,9 @@ class Gate:
             await self.app(scope, receive, send)
         elif scope["path"].startswith(UPDATES + DOORS):
             await self._control(scope, receive, send)
+        elif scope["path"].rstrip("/") == "/metrics":
+            self.service.metrics.shown(self.service.machine.state)
+            await self.app(scope, receive, send)
         elif scope["path"] in HEALTH or self.generates(scope):
             await self._request(scope, receive, send)
         else:

@@ -136,24 +136,26 @@ def _decode(header: str) -> Message:
 def answer(statuses: Sequence[LoaderStatus | None]) -> tuple[bool, str]:
     """Success and message of the whole engine, from the statuses of its ranks; the same on every rank.
 
-    The message says how long it took; of a manifest also which version the engine held (``holds``); after the last
-    bucket, and when asked for it, it ends in ``checksum: <16 hex digits>`` of all weights over all ranks.
+    The message says how long it took; of a manifest also which version the engine held, and always if it holds a
+    mixture now (``holds``); after the last bucket, and when asked for it, it ends in ``checksum: <16 hex digits>`` of
+    all weights over all ranks.
     """
+    labels = [status.label for status in statuses if status is not None and status.label is not None]
+    # A rank that took what another refused holds a mixture alone.
+    torn = next((f"; {HOLDS}{label}" for label in labels if label.startswith(TORN)), "")
     for rank, status in enumerate(statuses):
         if status is None or not status.ok:
             resend = RESEND if status and status.resend else ""
-            return False, f"{resend}rank {rank}: {status.message if status else 'the loader did not run'}"
+            return False, f"{resend}rank {rank}: {status.message if status else 'the loader did not run'}{torn}"
     shares = [status.checksum for status in statuses if status is not None and status.checksum is not None]
     applied = f"{APPLIED}{max(status.seconds for status in statuses if status):.6f} s"
     if len(shares) != len(statuses):
-        labels = [status.held for status in statuses if status is not None and status.held is not None]
-        # A rank that took what another refused holds a mixture alone.
-        held = next((label for label in labels if label.startswith(TORN)), labels[0] if labels else None)
-        return True, applied if held is None else f"{applied}; {HOLDS}{held}"
+        held = next((f"; {HOLDS}{s.held}" for s in statuses if s is not None and s.held is not None), "")
+        return True, f"{applied}{torn or held}"
     total = sum(shares) % MODULUS
     if STATE.session is not None and STATE.session.share is not None:
         STATE.session.total = total
-    return True, f"{applied}; {CHECKSUM}{total:016x}"
+    return True, f"{applied}{torn}; {CHECKSUM}{total:016x}"
 
 
 def target_of(model: Any) -> Target:

@@ -11,6 +11,7 @@ from typing import Any
 
 import xxhash
 
+from dllm.trace import TORN
 from weight_sync.buckets import Placement
 
 
@@ -97,7 +98,14 @@ APPLIED = "applied in "
 
 
 HOLDS = "holds "
-"""In the answer to a manifest, before the version that the engine has held so far, if an update has brought it."""
+"""In the answer to a manifest, before the version that the engine has held so far, if an update has brought it; in any
+answer before the label of a mixture that it holds now."""
+
+
+def mixture(answer: str) -> str:
+    """The label of the mixture that an engine holds, from any of its loader's answers; "" if it holds none."""
+    rest = answer.partition(HOLDS + TORN)[2]
+    return TORN + rest.partition(";")[0] if rest else ""
 
 
 def applied_seconds(answer: str) -> float:

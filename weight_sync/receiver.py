@@ -14,7 +14,7 @@ import json
 import logging
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,16 +77,21 @@ def hand_over(staged: Staged, engine: Engine, checksum: str) -> None:
     Raises:
         WeightSyncError: the engine refused. It stays closed if it has taken bytes by then.
     """
-    manifest, touched = staged.manifest, False
     on_device = staged.buckets[0][1].is_cuda
+    with nullcontext() if on_device else closing(SharedMemoryTransport()) as shared:
+        _apply(staged, engine, checksum, shared)
+
+
+def _apply(staged: Staged, engine: Engine, checksum: str, shared: SharedMemoryTransport | None) -> None:
+    manifest, touched = staged.manifest, False
     for attempt in range(1, APPLY_ATTEMPTS + 1):
         try:
             engine.pause()
             engine.begin(manifest)
-            if on_device:
+            if shared is None:
                 engine.send_slots(manifest.run_id, manifest.version, [data for _, data in staged.buckets])
             touched = True
-            held = _from_device(staged, engine) if on_device else _from_memory(staged, engine)
+            held = _send(staged, engine, shared)
             if checksum and held != checksum:
                 raise WeightSyncError(f"the engine holds weights with checksum {held or 'unknown'}, not {checksum}")
             engine.commit(manifest.run_id, manifest.version, checksum)
@@ -101,22 +106,15 @@ def hand_over(staged: Staged, engine: Engine, checksum: str) -> None:
                 raise
 
 
-def _from_device(staged: Staged, engine: Engine) -> str:
-    """Every bucket into the closed engine; the checksum of what it holds then."""
+def _send(staged: Staged, engine: Engine, shared: SharedMemoryTransport | None) -> str:
+    """Every bucket into the closed engine, which sees those of a device already; the checksum of what it holds then."""
     held = ""
-    for spec, _ in staged.buckets:
-        spec.slot = spec.index
-        held = engine.send_bucket(spec)
-    return held
-
-
-def _from_memory(staged: Staged, engine: Engine) -> str:
-    held, shared = "", SharedMemoryTransport()
-    try:
-        for spec, data in staged.buckets:
+    for spec, data in staged.buckets:
+        if shared is None:
+            spec.slot = spec.index
+            held = engine.send_bucket(spec)
+        else:
             [held] = shared.send(Bucket(spec.index, data, spec.placements, spec.last), spec, [engine])
-    finally:
-        shared.close()
     return held
 
 

@@ -69,15 +69,20 @@ def weight_routes(service: WeightService) -> APIRouter:
     session = "/sessions/{run_id}/{version}"
     streams = Streams(service)
 
-    async def step(call: Callable[[], Any]) -> JSONResponse:
+    async def step(stage: str, call: Callable[[], Any]) -> JSONResponse:
         try:
             made = call()
             return JSONResponse(await made if isinstance(made, Awaitable) else made)
-        except ClientDisconnect:
+        except ClientDisconnect as error:
+            service.metrics.failed(stage, type(error).__name__)
             return JSONResponse({"error": "the connection was lost"}, 499)
         except (Rejected, Refused, StagingError, WeightSyncError) as error:
-            again = RESEND if isinstance(error, StagingError) and not error.full else ""
-            return JSONResponse({**service.state(), "error": f"{again}{error}"}, status_of(error))
+            service.metrics.failed(stage, type(error).__name__)
+            damaged = isinstance(error, StagingError) and not error.full
+            if damaged or isinstance(error, ResendError):
+                service.metrics.retried()
+            said = f"{RESEND if damaged else ''}{error}"
+            return JSONResponse({**service.state(), "error": said}, status_of(error))
 
     @router.get("/state")
     async def state() -> JSONResponse:
@@ -87,35 +92,35 @@ def weight_routes(service: WeightService) -> APIRouter:
     @router.post("/sessions")
     async def open_session(body: ManifestBody) -> JSONResponse:
         if body.mode == "stream":
-            return await step(lambda: streams.open(body.message(), body.drain_seconds))
-        return await step(lambda: service.open(body.message()))
+            return await step("sessions", lambda: streams.open(body.message(), body.drain_seconds))
+        return await step("sessions", lambda: service.open(body.message()))
 
     @router.put(session + "/buckets/{index}")
     async def bucket(run_id: str, version: str, index: int, request: Request) -> JSONResponse:
-        return await step(lambda: service.receive((run_id, version), index, request.stream()))
+        return await step("buckets", lambda: service.receive((run_id, version), index, request.stream()))
 
     @router.post(session + "/directory")
     async def directory(run_id: str, version: str, body: DirectoryBody) -> JSONResponse:
-        return await step(lambda: service.read((run_id, version), Path(body.path)))
+        return await step("directory", lambda: service.read((run_id, version), Path(body.path)))
 
     @router.post(session + "/messages")
     async def message(run_id: str, version: str, body: MessageBody) -> JSONResponse:
-        return await step(lambda: streams.relay((run_id, version), body.header, body.payload))
+        return await step("messages", lambda: streams.relay((run_id, version), body.header, body.payload))
 
     @router.post(session + "/prepare")
     async def prepare(run_id: str, version: str) -> JSONResponse:
-        return await step(lambda: service.prepare((run_id, version)))
+        return await step("prepare", lambda: service.prepare((run_id, version)))
 
     @router.post(session + "/commit")
     async def commit(run_id: str, version: str, body: CommitBody | None = None) -> JSONResponse:
         given = body or CommitBody()
         if (opened := service.machine.session) is not None and opened.mode == "stream":
-            return await step(lambda: streams.commit((run_id, version), given.checksum))
-        return await step(lambda: service.commit((run_id, version), given.drain_seconds, given.checksum))
+            return await step("commit", lambda: streams.commit((run_id, version), given.checksum))
+        return await step("commit", lambda: service.commit((run_id, version), given.drain_seconds, given.checksum))
 
     @router.post(session + "/abort")
     async def abort(run_id: str, version: str) -> JSONResponse:
-        return await step(lambda: service.abort((run_id, version)))
+        return await step("abort", lambda: service.abort((run_id, version)))
 
     return router
 

@@ -29,10 +29,11 @@ import httpx
 from weight_sync.buckets import fill_buckets
 from weight_sync.checksum import host_checksum
 from weight_sync.control import EngineControl
-from weight_sync.frames import bucket_spec, take_header
+from weight_sync.frames import bucket_spec, check_manifest, take_header
 from weight_sync.gate import TOKEN_HEADER, Rejected, Requests
 from weight_sync.layout import CheckpointLayout, LayoutError
 from weight_sync.messages import APPLY_ATTEMPTS, BucketSpec, Manifest, WeightSyncError
+from weight_sync.metrics import RefreshMetrics
 from weight_sync.rescue import Rescue
 from weight_sync.session import Key, Machine, Refused, Session
 from weight_sync.staging import ROOTS, Staging, StagingError
@@ -57,6 +58,7 @@ class WeightService:
         version: label of the weights that the engine was started with.
         roots: where buckets may wait.
         clock: seconds, never going back.
+        metrics: count what happens; None does not.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class WeightService:
         version: str,
         roots: Sequence[Path] = ROOTS,
         clock: Callable[[], float] = time.monotonic,
+        metrics: RefreshMetrics | None = None,
     ) -> None:
         self.control, self.layout, self.roots, self.clock = control, layout, roots, clock
         self.machine = Machine(version)
@@ -73,7 +76,7 @@ class WeightService:
         self.checksum: str | None = None
         self._sent = ""
         self.error: str | None = None
-        self.requests = Requests()
+        self.requests, self.metrics = Requests(), metrics or RefreshMetrics()
         self.token = secrets.token_hex(16)
         control.client.headers[TOKEN_HEADER] = self.token
         self._commit: tuple[Key, asyncio.Task[None]] | None = None
@@ -105,20 +108,10 @@ class WeightService:
             "tp_size": self.control.tp_size,
         }
 
-    def check(self, manifest: Manifest) -> None:
-        """Refuse an update whose tensors are not those of the engine."""
-        sent, mine = set(manifest.tensors), set(self.layout.tensors())
-        if sent != mine or len(manifest.tensors) != len(mine):
-            wrong = sorted(sent ^ mine)
-            example = f"e.g. {wrong[0]}" if wrong else "one is listed twice"
-            raise Rejected(422, f"{len(wrong)} tensors of the manifest are not those of this engine, {example}")
-        if manifest.nbytes != self.layout.nbytes:
-            raise Rejected(422, f"nbytes={manifest.nbytes} of the manifest are not those of its tensors")
-
     def open(self, manifest: Manifest) -> dict[str, Any]:
         """Begin an update or go on with it; which buckets are missing."""
         self.tidy()
-        self.check(manifest)
+        check_manifest(manifest, self.layout)
         key, before = (manifest.run_id, manifest.version), self.machine.session
         # Room is looked for first: an update that finds none must not displace another.
         resumed = before is not None and before.key == key
@@ -240,6 +233,11 @@ class WeightService:
             raise Rejected(422, f"weights with checksum {self.checksum} are served, the sender has {checksum}")
         return True
 
+    def served(self, session: Session, checksum: str) -> None:
+        """An update has ended well."""
+        self.checksum, self.error = checksum, None
+        self.metrics.served(session, self.layout.nbytes, self.clock())
+
     async def _apply(self, key: Key, drain_seconds: float) -> None:
         """From the closed gate to the open one."""
         control, machine = self.control, self.machine
@@ -255,10 +253,10 @@ class WeightService:
                     assert machine.session is not None
                     if attempt == APPLY_ATTEMPTS or not machine.session.touched:
                         raise
+                    self.metrics.retried()
                     await asyncio.to_thread(control.abort, *key)
             await asyncio.to_thread(control.resume)
-            machine.finish(key)
-            self.checksum, self.error = self._sent, None
+            self.served(machine.finish(key), self._sent)
             self.drop_staging()
         except Exception as error:
             self.error = str(error)
@@ -294,6 +292,7 @@ class WeightService:
         """Drop an update whose writer is gone."""
         session, fenced = self.machine.session, self.machine.fenced
         if session is not None and self.machine.expire(self.clock()):
+            self.metrics.failed("lease", "WriterGone")
             self.drop_staging()
             if fenced:
                 self.rescue.begin(session.key)

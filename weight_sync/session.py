@@ -55,6 +55,7 @@ class Session:
         prepared: everything has arrived and was checked.
         touched: the engine's weights have been written to.
         applied: how many buckets the engine took since the application began.
+        fenced_at: when the engine was closed for it.
         expires: time until which other writers are kept out.
     """
 
@@ -68,6 +69,7 @@ class Session:
     prepared: bool = False
     touched: bool = False
     applied: int = 0
+    fenced_at: float = 0.0
 
     @property
     def key(self) -> Key:
@@ -224,7 +226,7 @@ class Machine:
             raise Refused(f"version {session.version} is being applied already")
         if session.mode == "staged" and not session.prepared:
             raise Refused(f"version {session.version} is not prepared; prepare it before the commit")
-        self.fenced, session.expires = True, now + self.lease
+        self.fenced, session.fenced_at, session.expires = True, now, now + self.lease
 
     def touch(self, key: Key, now: float) -> None:
         """The engine is empty, and its weights are written to from now on; what an earlier attempt wrote is void."""
@@ -251,17 +253,17 @@ class Machine:
             session.last = index if last else None
         session.applied, session.expires = index + 1, now + self.lease
 
-    def finish(self, key: Key) -> None:
+    def finish(self, key: Key) -> Session:
         """The engine has verified what it holds and dropped the cache of the old weights: serve the new version.
 
-        Raises:
-            Refused: something was not applied.
+        Returns the update, which has ended; raises ``Refused`` if something was not applied.
         """
         session = self._fenced(key)
         if not session.touched or session.last is None or session.applied != session.last + 1:
             raise Refused(f"version {session.version} was not applied completely")
         self.version, self.committed = session.version, key
         self.session, self.fenced, self.broken = None, False, None
+        return session
 
     def fail(self, key: Key, reason: str) -> None:
         """The application has ended without success.
@@ -279,10 +281,7 @@ class Machine:
             self.session = None
 
     def abort(self, key: Key, reason: str = "the update was aborted") -> bool:
-        """Drop an update; one that is not open needs nothing.
-
-        Returns:
-            Whether there was something to drop.
+        """Drop an update; one that is not open needs nothing. Returns whether there was something to drop.
 
         Raises:
             Refused: it is staged and being applied, or the engine serves it.

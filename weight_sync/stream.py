@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weight_sync.control import header_of
-from weight_sync.frames import bucket_spec
+from weight_sync.frames import bucket_spec, check_manifest
 from weight_sync.gate import Rejected
 from weight_sync.messages import CHECKSUM, BucketSpec, Manifest, Slots, WeightSyncError
 from weight_sync.service import WeightService
@@ -36,7 +36,7 @@ class Streams:
         """Close the gate, let the engine run empty and announce the update; on failure the old weights go on."""
         service, machine = self.service, self.service.machine
         service.tidy()
-        service.check(manifest)
+        check_manifest(manifest, service.layout)
         key = (manifest.run_id, manifest.version)
         async with self.lock:
             await service.rescue.settle()
@@ -122,8 +122,7 @@ class Streams:
                     await asyncio.to_thread(service.control.resume)
             except WeightSyncError as error:
                 await self._fail(key, error)
-            machine.finish(key)
-            service.checksum, service.error = self.held, None
+            service.served(machine.finish(key), self.held)
             return service.state()
 
     async def _fail(self, key: Key, error: Exception) -> None:

@@ -2,7 +2,8 @@
 
 Stock ``pause_generation(mode="abort")`` looks once a second whether all requests have ended, and knows no other way
 than to abort them. A pause whose request id is ``weight_sync.control.DRAIN`` plus a number of seconds lets the
-running ones end on their own for that long; new ones wait at the door until ``continue_generation`` either way.
+running ones end on their own for that long; new ones wait at the door until ``continue_generation`` either way, which
+is refused while the weights are a mixture, whoever asks for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from weight_sync.control import DRAIN
+from weight_sync.control import DRAIN, LOADER
+from weight_sync.messages import mixture
 
 POLL_SECONDS, ABORT_AGAIN_SECONDS = 0.005, 0.25
 
@@ -41,9 +43,37 @@ async def _pause(original: Callable, manager: Any, request: Any) -> None:
             await asyncio.sleep(0 if idle else POLL_SECONDS)
 
 
+MIXTURE = "dllm_mixture"
+"""Attribute of SGLang's tokenizer manager: label of the mixture that its engine holds, or ""."""
+
+
+async def _update(original: Callable, manager: Any, request: Any, *args: Any) -> Any:
+    """An update passes, and what it leaves behind is remembered."""
+    done, message, *_ = result = await original(manager, request, *args)
+    if getattr(request, "load_format", None) == LOADER:
+        setattr(manager, MIXTURE, mixture(message))
+    elif done:
+        setattr(manager, MIXTURE, "")
+    return result
+
+
+async def _continue(original: Callable, manager: Any, request: Any) -> None:
+    if held := getattr(manager, MIXTURE, ""):
+        from fastapi import HTTPException
+
+        raise HTTPException(
+            409,
+            f"the engine holds a mixture of two versions of the weights ({held}) and stays closed until a complete "
+            "update has arrived",
+        )
+    await original(manager, request)
+
+
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.pause_generation", _pause, HookType.AROUND
-    )
+    manager = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    HookRegistry.register(f"{manager}.pause_generation", _pause, HookType.AROUND)
+    HookRegistry.register(f"{manager}.continue_generation", _continue, HookType.AROUND)
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        HookRegistry.register(f"{manager}.update_weights_from_{source}", _update, HookType.AROUND)

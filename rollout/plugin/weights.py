@@ -11,6 +11,7 @@ from dllm.config import ConfigError, load_hf_config
 from weight_sync.control import EngineControl
 from weight_sync.gate import Gate
 from weight_sync.layout import CheckpointLayout
+from weight_sync.metrics import RefreshMetrics
 from weight_sync.routes import weight_routes
 from weight_sync.service import WeightService
 
@@ -38,7 +39,8 @@ def install(app: Any, server_args: Any, dtype: str | None = None) -> WeightServi
     config = load_hf_config(server_args.model_path)
     chosen = dtype or server_args.dtype
     layout = CheckpointLayout.from_config(config, getattr(torch, chosen))
-    service = WeightService(own_control(server_args), layout, str(server_args.weight_version))
+    metrics = RefreshMetrics(bool(server_args.enable_metrics))
+    service = WeightService(own_control(server_args), layout, str(server_args.weight_version), metrics=metrics)
     router = weight_routes(service)
     for route in router.routes:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ from tests.integration.refresh import BUCKET, GREEDY, greedy
 from tests.support import ROOT, sampling_batch
 from weight_sync.control import EngineControl
 from weight_sync.layout import CheckpointLayout, LayoutError
-from weight_sync.messages import ResendError, WeightSyncError
+from weight_sync.messages import ResendError, Torn, WeightSyncError
 from weight_sync.publisher import WeightPublisher
 
 
@@ -99,6 +99,10 @@ def test_a_missing_tensor_is_an_error_on_both_sides(server, tiny, mask_likely, s
         waiting = pool.submit(greedy, server, [tiny.prompt(5)])
         time.sleep(1)
         assert not waiting.done(), "an engine with a mixture serves nothing"
+        # Whoever asks: a trainer that has just begun and knows nothing, or a person.
+        with pytest.raises(Torn, match=r"\(409\): .*holds a mixture of two versions of the weights \(torn:\w+->71\)"):
+            EngineControl(server.url).resume()
+        assert server.client.post("/continue_generation", json={}).status_code == 409 and not waiting.done()
         sync.publish(mask_likely, "72")
         assert set(waiting.result()[0].weight_versions) == {"72"}
     case = mask_likely.case(5, GREEDY)

@@ -60,6 +60,13 @@ class Sessions:
         state = self.client().state()
         return state["state"], state["version"]
 
+    def metrics(self) -> dict[str, float]:
+        """What the server tells Prometheus of its weights; labels are part of the name."""
+        lines = self.server.client.get("/metrics", follow_redirects=True).text.splitlines()
+        prefix = "dllm_rollout:weight_sync_"
+        pairs = (line.removeprefix(prefix).rsplit(" ", 1) for line in lines if line.startswith(prefix))
+        return {name: float(value) for name, value in pairs}
+
     def serves(self, model: TinyModel, version: str, length: int = 33) -> None:
         """What is decoded is what the reference makes of ``model``, and says that it is ``version``."""
         case = model.case(length, GREEDY)
@@ -75,7 +82,9 @@ def pushes() -> dict[str, Sessions]:
 
 @pytest.fixture
 def sessions(heavy, tiny, tmp_path_factory, pushes) -> Sessions:
-    start = lambda: RolloutServer(tiny, tmp_path_factory.mktemp("sessions"), **{"admin-api-key": KEY})
+    start = lambda: RolloutServer(
+        tiny, tmp_path_factory.mktemp("sessions"), **{"admin-api-key": KEY, "enable-metrics": None}
+    )
     server = heavy.use("sessions", start)
     return pushes.setdefault(server.url, Sessions(server))
 
@@ -314,6 +323,8 @@ def flip_a_staged_byte(server: Server) -> None:
 def test_an_engine_with_half_an_update_is_broken_until_a_whole_one(sessions, tiny, mask_likely):
     """The third bucket is damaged behind everybody's back: the loader refuses it twice."""
     sessions.push(tiny)
+    before = sessions.metrics()
+    assert before['engine_weight_state{state="serving"}'] == 1
     version = sessions.last + 1
     client = staged(sessions, lambda: flip_a_staged_byte(sessions.server))
     with pytest.raises(WeightSyncError, match=r"\(502\): .*bucket 2 was damaged"):
@@ -322,11 +333,17 @@ def test_an_engine_with_half_an_update_is_broken_until_a_whole_one(sessions, tin
     refused = sessions.server.client.post("/generate", json={"input_ids": tiny.prompt(9)})
     assert refused.status_code == 503 and refused.json()["weight_state"] == "broken"
     assert sessions.server.client.get("/health").status_code == 503
+    broken = sessions.metrics()
+    grown = {name: value - before.get(name, 0.0) for name, value in broken.items()}
+    assert broken['engine_weight_state{state="broken"}'] == 1 and broken['engine_weight_state{state="serving"}'] == 0
+    assert grown['failures_total{reason="Rejected",stage="commit"}'] >= 1 and grown["retries_total"] >= 1
+    assert grown['refreshes_total{mode="staged"}'] == grown["closed_seconds_count"] == 0
     assert sessions.server.client.post("/v1/completions", json={}).status_code == 503
     flush = sessions.server.client.post("/flush_cache", headers={"Authorization": f"Bearer {KEY}"})
     assert flush.status_code != 503, "the administrator's requests pass"
     after = sessions.push(mask_likely)
     assert sessions.state() == ("serving", after)
+    assert sessions.metrics()["closed_seconds_count"] == before["closed_seconds_count"] + 1
     sessions.serves(mask_likely, after)
 
 

@@ -19,7 +19,7 @@ from weight_sync import loader
 from weight_sync.buckets import fill_buckets
 from weight_sync.checksum import MODULUS, TensorSums, box_sum, factors, wire_checksum
 from weight_sync.layout import CheckpointLayout, LLaDA2Layout
-from weight_sync.messages import Abort, BucketSpec, Commit, Manifest, Slots
+from weight_sync.messages import Abort, BucketSpec, Commit, Manifest, Slots, mixture
 from weight_sync.plan import Heads, PlanError, make_plan
 
 LAYOUT = CheckpointLayout(small_model(), torch.float32)
@@ -468,8 +468,14 @@ class TestLoader:
         """The answer is that of the rank that failed, and a rank without a status has failed."""
         good = loader.LoaderStatus(True, checksum=5)
         assert loader.answer([good, loader.LoaderStatus(False, "broken")]) == (False, "rank 1: broken")
-        labels = [loader.LoaderStatus(True, held=label) for label in ("1", "torn:1->2")]
+        labels = [loader.LoaderStatus(True, label=label, held=label) for label in ("1", "torn:1->2")]
         assert loader.answer(labels)[1].endswith("; holds torn:1->2"), "one rank's mixture is the engine's"
+        refused = loader.LoaderStatus(False, "odd", resend=True, label="1")
+        for said in (loader.answer([refused, labels[1]]), loader.answer([labels[1], good])):
+            assert mixture(said[1]) == "torn:1->2", "and in whatever it answers"
+        assert loader.answer([refused, labels[1]])[1] == "resend: rank 0: odd; holds torn:1->2"
+        assert mixture("applied in 0.1 s; holds torn:1->2; checksum: 00") == "torn:1->2"
+        assert not mixture(loader.answer(labels[:1] * 2)[1]) and not mixture("rank 0: odd")
         assert loader.answer(labels[:1] * 2)[1].endswith("; holds 1")
         assert loader.answer([good, None]) == (False, "rank 1: the loader did not run")
         assert loader.answer([loader.LoaderStatus(False, "odd", resend=True), good]) == (False, "resend: rank 0: odd")

@@ -20,8 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from fastapi.testclient import TestClient
+from prometheus_client import CollectorRegistry, generate_latest
 
 from tests.support import small_model, write_tiny_model
 from weight_sync.buckets import Bucket, fill_buckets, view
@@ -32,9 +33,11 @@ from weight_sync.frames import frame
 from weight_sync.gate import TOKEN_HEADER, Gate
 from weight_sync.layout import CheckpointLayout
 from weight_sync.messages import CHECKSUM, RESEND, BucketSpec, Manifest, WeightSyncError, refusal
+from weight_sync.metrics import RefreshMetrics
 from weight_sync.publisher import WeightPublisher
 from weight_sync.routes import weight_routes
 from weight_sync.service import WeightService
+from weight_sync.session import State
 from weight_sync.staging import PREFIX, Staging, StagingError, sweep
 from weight_sync.transports.directory import DirectoryTransport
 from weight_sync.transports.http import HttpTransport
@@ -112,7 +115,9 @@ class Rig:
         self.engine, self.now = Memory(self.layout), 0.0
         self.root = tmp_path / "staging"
         self.root.mkdir()
-        self.service = WeightService(self.engine, self.layout, "0", [self.root], lambda: self.now)
+        self.registry = CollectorRegistry()
+        metrics = RefreshMetrics(True, self.registry)
+        self.service = WeightService(self.engine, self.layout, "0", [self.root], lambda: self.now, metrics)
         app = FastAPI()
         app.include_router(weight_routes(self.service))
         app.add_middleware(Gate, service=self.service, generates=lambda scope: scope["path"] == "/generate")
@@ -130,7 +135,17 @@ class Rig:
         async def stock() -> str:
             return "stock"
 
+        @app.get("/metrics")
+        async def metrics() -> Response:
+            return Response(generate_latest(self.registry))
+
         self.http = TestClient(app)
+
+    def metric(self, name: str) -> float:
+        """As Prometheus reads it, with its labels in the name; 0 for what has not been counted yet."""
+        lines = self.http.get("/metrics").text.splitlines()
+        prefix = f"dllm_rollout:weight_sync_{name} "
+        return next((float(line.removeprefix(prefix)) for line in lines if line.startswith(prefix)), 0.0)
 
     def client(self, kind: type[ServiceControl] = ServiceControl) -> ServiceControl:
         control = kind("http://testserver")
@@ -209,6 +224,35 @@ def test_a_whole_update(rig):
     count = len(rig.buckets())
     buckets = [f"bucket {i}" for i in range(count)]
     assert count > 3 and rig.engine.calls == ["pause", "begin", *buckets, "commit", "resume"]
+
+
+def test_metrics(rig):
+    """What an operator plots: where the weights are, what came, what failed and why, how long nobody was served."""
+    state = lambda: [s for s in State if rig.metric(f'engine_weight_state{{state="{s}"}}')]
+    failures = lambda stage, reason: rig.metric(f'failures_total{{reason="{reason}",stage="{stage}"}}')
+    assert state() == ["serving"]
+    rig.client().open(rig.manifest())
+    assert state() == ["preparing"] and rig.put(rig.buckets()[0], data=b"").status_code == 422
+    rig.staged()
+    with applying(rig):
+        assert state() == ["fenced"]
+        rig.now += 7.0
+        assert rig.step("abort").status_code == 409
+    assert state() == ["serving"] and rig.metric('refreshes_total{mode="staged"}') == 1
+    assert rig.metric("bytes_total") == rig.layout.nbytes and rig.metric("closed_seconds_sum") == 7.0
+    assert failures("buckets", "StagingError") == rig.metric("retries_total") == 1
+    assert failures("abort", "Refused") == 1
+    rig.stream(2)
+    assert rig.metric('refreshes_total{mode="stream"}') == 1 and rig.metric("closed_seconds_count") == 2
+    rig.staged("3")
+    rig.engine.fail_at = ["bucket 0", "bucket 0"]
+    assert rig.step("commit", "3").status_code == 502
+    assert state() == ["broken"] and failures("commit", "Rejected") == 1
+    assert rig.metric("retries_total") == 2, "it was applied twice"
+    assert rig.step("abort", "3").status_code == 200
+    rig.staged("3", "other")
+    rig.now += LEASE
+    assert rig.state()[0] == "broken" and failures("lease", "WriterGone") == 1
 
 
 def test_the_publisher_and_its_transports(rig, tmp_path):
