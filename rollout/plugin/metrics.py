@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict, deque
 from typing import Any
 
+from dllm.trace import is_mixed
 from rollout.plugin import version
 from rollout.plugin.blocklog import BlockRecord
 
@@ -74,6 +75,7 @@ class Metrics:
         self.diversity = gauge("group_diversity", "Share of distinct responses per prompt, over the last prompts.")
         self.version = gauge("weight_version", "Version of the weights, if it is a number.")
         self.lag = histogram("weight_version_lag", "Versions between a response's first block and its end.", LAG)
+        self.mixed = counter("mixed_requests", "Requests that weights of several versions have decoded.")
         self.groups = GroupDiversity()
 
     def block(self, req: Any, record: BlockRecord) -> None:
@@ -87,7 +89,10 @@ class Metrics:
         for value in record.confidence[record.given :].tolist():
             self.confidence.observe(value)
         if not hasattr(req, "dllm_first_version"):
-            req.dllm_first_version = record.weight_version
+            req.dllm_first_version, req.dllm_mixed = record.weight_version, False
+        if is_mixed((req.dllm_first_version, record.weight_version)) and not req.dllm_mixed:
+            req.dllm_mixed = True
+            self.mixed.inc()
 
     def request(self, req: Any) -> None:
         """A request that just ended."""

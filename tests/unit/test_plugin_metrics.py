@@ -57,10 +57,21 @@ def test_a_block(metrics):
     record = BlockRecord(1, 2, np.zeros(4, int), confidence, confidence, confidence, "3", edits=[(0, 1, 2, 3)])
     req = SimpleNamespace()
     metrics.block(req, record)
-    assert req.dllm_first_version == "3"
+    assert req.dllm_first_version == "3" and value("mixed_requests_total") == 0
     assert (value("tokens_total"), value("denoise_steps_total"), value("edits_total")) == (3, 2, 1)
     assert value("tokens_per_forward_sum") == 1.5 and value("steps_per_block_bucket", le="2.0") == 1
     assert value("confidence_bucket", le="0.95") == 1 and value("confidence_count") == 3
+
+
+def test_a_request_of_two_versions(metrics):
+    """Counted once, however many of its blocks follow; and so are weights that are a mixture themselves."""
+    nothing = np.zeros(0, np.float32)
+    req, torn = SimpleNamespace(), SimpleNamespace()
+    for weights in ("3", "3", "4", "4", "3"):
+        metrics.block(req, BlockRecord(0, 1, np.zeros(0, int), nothing, nothing, nothing, weights))
+    assert value("mixed_requests_total") == 1
+    metrics.block(torn, BlockRecord(0, 1, np.zeros(0, int), nothing, nothing, nothing, "torn:3->4"))
+    assert value("mixed_requests_total") == 2
 
 
 def test_requests(metrics, monkeypatch):
